@@ -38,6 +38,12 @@ class ScoredTokens:
     old_N: np.ndarray | None = None
     """float64, log-prob by the trainer before the update, where the advantage's `needs` have old_logprobs; so for the next."""
     reference_N: np.ndarray | None = None
+    turn_N: np.ndarray | None = None
+    """int64, number of the token's turn in its sample, from 0: tokens that the policy produced one after the other."""
+    token_ids_N: np.ndarray | None = None
+    """int64, where `needs` have tokens; so for the next."""
+    rollout_N: np.ndarray | None = None
+    """float64, log-prob by the server that sampled it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +140,16 @@ def estimator(config: Advantage) -> Estimator:
         case _:
             own: Estimator = config.build()
             return own
+
+
+def turns(is_response_T: np.ndarray, starts: np.ndarray, lengths_S: np.ndarray) -> np.ndarray:
+    """int64 [N] of ScoredTokens. `starts`: where the sequences of [T] begin; `lengths_S`: response tokens of each sample."""
+    begins_T = is_response_T.copy()
+    begins_T[1:] &= ~is_response_T[:-1]
+    begins_T[starts[starts < len(begins_T)]] = is_response_T[starts[starts < len(begins_T)]]
+    number_N = np.cumsum(begins_T[is_response_T])
+    firsts = np.cumsum(lengths_S) - lengths_S
+    return number_N - np.repeat(number_N[np.minimum(firsts, max(len(number_N) - 1, 0))] if len(number_N) else firsts, lengths_S)
 
 
 def whitened(values: np.ndarray) -> np.ndarray:

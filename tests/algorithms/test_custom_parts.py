@@ -2,8 +2,10 @@
 
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -49,10 +51,23 @@ def test_an_advantage_gets_the_log_probs_that_it_needs(own, tmp_path):
     settings = {**own, "advantage": {"kind": "custom", "path": "near.py:Near"}}
     result = algorithm_loss(of_plain(settings), tokens, rewards=[3.0, 1.0], groups=[0, 0])
     assert result.advantages.tolist() == [[0.5, 0.0], [-0.5, 0]]
+    (tmp_path / "turns.py").write_text(
+        "from dataclasses import dataclass\n\nfrom moerl.algorithms.advantages import Credit\n\n\n"
+        "@dataclass\nclass Turns:\n    needs = {'tokens'}\n\n"
+        "    def __call__(self, step):\n        return Credit(advantages_N=10 * step.tokens.token_ids_N + step.tokens.turn_N)\n"
+    )
+    settings["advantage"]["path"] = "turns.py:Turns"
+    tokens = TokenArrays(mask=[[1, 0, 1], [1, 1, 0]], logprobs=np.zeros((2, 3)), token_ids=[[1, 2, 3], [4, 5, 6]])
+    result = algorithm_loss(of_plain(settings), tokens, rewards=[3.0], groups=[0], samples=[0, 0])
+    assert result.advantages.tolist() == [[10, 0, 31], [42, 52, 0]]
+    with pytest.raises(ValueError, match="token_ids = None: must be given"):
+        algorithm_loss(of_plain(settings), replace(tokens, token_ids=None), rewards=[3.0], groups=[0], samples=[0, 0])
+    with pytest.raises(ConfigError, match="cannot go with an advantage that needs tokens"):
+        load([DEMO, "~algorithm.advantage", "+algorithm.advantage={kind: custom, path: 'turns.py:Turns'}", "train.router_replay=rollout"])
     (tmp_path / "plain.py").write_text("class Plain:\n    pass\n")
     settings["advantage"]["path"] = "plain.py:Plain"
     with pytest.raises(ConfigError, match="must be a dataclass"):
-        algorithm_loss(of_plain(settings), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+        algorithm_loss(of_plain(settings), tokens, rewards=[3.0], groups=[0], samples=[0, 0])
 
 
 @pytest.mark.parametrize(

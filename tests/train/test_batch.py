@@ -9,7 +9,7 @@ from stored_here import stored_here
 
 from moerl.algorithms.algorithm import build_algorithm
 from moerl.companions.teaching import refuse_weights
-from moerl.config.algorithm_settings import algorithm
+from moerl.config.algorithm_settings import algorithm, of_plain
 from moerl.train.batching.build_batch import build_batch, credited, sft_batch, with_proximal
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import DataError
@@ -127,6 +127,33 @@ def test_credit_of_tokens_runs_through_the_segments_of_a_sample_and_takes_the_kl
     assert laid_out(batch).advantages_T[mask_T].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     assert not laid_out(batch).advantages_T[~mask_T].any()
     assert laid_out(batch.select([1])).advantages_T.tolist() == pytest.approx([0, *expected[3:5]], rel=1e-6)
+
+
+def test_an_advantage_of_turns_gets_tokens_turns_and_the_log_probs_that_servers_said(tmp_path, monkeypatch):
+    (tmp_path / "by_turn.py").write_text(BY_TURN)
+    monkeypatch.chdir(tmp_path)
+    own = build_algorithm(of_plain({"advantage": {"kind": "custom", "path": "by_turn.py:ByTurn"}, "objective": {"kind": "ppo_clip"}}), 8)
+    groups = [make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))]
+    batch = credited(build_batch(groups, own), groups, own)
+    ids, turn = np.array([1, 2, 5, 6, 7, 8]), np.array([0, 0, 1, 2, 2, 0])
+    expected = ids + 100 * turn - ids / 10
+    assert laid_out(batch).advantages_T[batch.response_mask_T()].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+BY_TURN = """\
+from dataclasses import dataclass
+
+from moerl.algorithms.advantages import Credit
+
+
+@dataclass
+class ByTurn:
+    needs = {"tokens"}
+
+    def __call__(self, step):
+        tokens = step.tokens
+        return Credit(advantages_N=tokens.token_ids_N + 100 * tokens.turn_N + tokens.rollout_N)
+"""
 
 
 def test_samples_outside_the_mask_with_errors_or_without_tokens_are_left_out():

@@ -110,7 +110,7 @@ def _setting_problems(path: str, part: CustomPart, found: type) -> Iterator[Prob
 
 
 _NEEDS: dict[str, set[str]] = {
-    "advantage": {"reference", "old_logprobs", "greedy_sample", "values", "process_rewards"},
+    "advantage": {"reference", "old_logprobs", "greedy_sample", "values", "process_rewards", "tokens"},
     "objective": {"reference", "old_logprobs", "whole_minibatch"},
     "corrections": {"reference", "old_logprobs"},
 }
@@ -123,6 +123,11 @@ def _needs_problems(config: RunConfig) -> Iterator[Problem]:
         yield problem(
             "train.router_replay", config.train.router_replay, "must be off for this objective", reason, "train.router_replay=off"
         )
+
+    if "tokens" in needs and config.train.router_replay == "rollout":
+        reason = "the driver would fetch the routes of all tokens with them"
+        fix = "train.router_replay=off or trainer, or an advantage without tokens in its needs"
+        yield problem("train.router_replay", "rollout", "cannot go with an advantage that needs tokens", reason, fix)
 
 
 def _old_policy_problems(config: RunConfig) -> Iterator[Problem]:

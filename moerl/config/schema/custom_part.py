@@ -12,10 +12,11 @@ from pydantic import TypeAdapter
 
 from moerl.config.schema.strict import Strict
 
-Need = Literal["reference", "old_logprobs", "whole_minibatch", "values", "process_rewards", "greedy_sample"]
+Need = Literal["reference", "old_logprobs", "whole_minibatch", "values", "process_rewards", "greedy_sample", "tokens"]
 """reference: log-probs of the frozen initial model. old_logprobs: those of the old policy, before the update begins. whole_minibatch: the
 policy's own of a whole mini-batch, before each of its updates. values: of a critic. process_rewards: of a model of outcomes.
-greedy_sample: one more completion of every prompt, at temperature 0."""
+greedy_sample: one more completion of every prompt, at temperature 0. tokens: an advantage's, ids and log-probs of the server, which the
+driver then fetches."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from moerl.algorithms.advantages import ScoredTokens
+from moerl.algorithms.advantages import ScoredTokens, turns
 from moerl.algorithms.algorithm import Algorithm
 from moerl.algorithms.kl_control import kl_values
 from moerl.types.batch import TrainBatch
@@ -14,7 +14,7 @@ from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
 from moerl.types.groups import Group, Prompt, Sample
 from moerl.types.routes import RouteShape
-from moerl.types.stored import Here, Stored, StoredCompletion
+from moerl.types.stored import Here, Stored, StoredCompletion, fetch
 from moerl.types.stored_batch import StoredBatch
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
@@ -61,15 +61,17 @@ def build_batch(
 
 def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
     """With advantages of tokens, which follow from log-probs too: waits for those. Raises DataError for one that is not a number."""
-    is_response_T = batch.response_mask_T()
+    is_response_T, step = batch.response_mask_T(), algorithm.scored_step(groups)
     tokens = ScoredTokens(
         penalties_N=_penalties(batch, algorithm, is_response_T),
         old_N=_column(batch.old_logprobs, is_response_T),
         reference_N=_column(batch.reference_logprobs, is_response_T),
         values_N=_column(batch.values, is_response_T),
         process_N=_column(batch.process, is_response_T),
+        turn_N=turns(is_response_T, batch.offsets[:-1], step.lengths_S),
+        **(_sampled(batch) if "tokens" in algorithm.config.needs else {}),
     )
-    step = replace(algorithm.scored_step(groups), tokens=tokens)
+    step = replace(step, tokens=tokens)
     credit = algorithm.credit(step)
 
     def spread(name: str, values_N: np.ndarray) -> Here[np.ndarray]:
@@ -82,6 +84,15 @@ def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) 
     returns_N = credit.checked_returns(step)
     returns = None if returns_N is None else spread("returns", returns_N)
     return replace(batch, token_advantages=spread("advantages", credit.by_token(step)), returns=returns)
+
+
+def _sampled(batch: StoredBatch) -> dict[str, np.ndarray]:
+    """Columns of ScoredTokens that the payloads have."""
+    payloads = fetch([payload for payload in batch.payloads if payload is not None])
+    masks = [slice(None) if payload.mask is None else payload.mask for payload in payloads]
+    ids = [payload.token_ids[mask] for payload, mask in zip(payloads, masks, strict=True)]
+    logprobs = [payload.logprobs[mask] for payload, mask in zip(payloads, masks, strict=True)]
+    return {"token_ids_N": np.concatenate(ids).astype(np.int64), "rollout_N": np.concatenate(logprobs).astype(np.float64)}
 
 
 def labelled(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, *, right_above: float) -> StoredBatch:

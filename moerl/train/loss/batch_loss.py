@@ -19,6 +19,7 @@ from torch import Tensor
 from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_estimate
+from moerl.algorithms.kl_control import EXPONENT_LIMIT
 from moerl.train.batching.packing import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
 from moerl.types.stored_batch import Batch
@@ -230,7 +231,8 @@ def _from_teacher(distance_T: Tensor, logp_T: Tensor, columns: LossColumns) -> T
     old_T = torch.where(is_sampled_T, _old_logprobs(own_T, columns, is_sampled_T), own_T.detach())
     d_T = own_T - old_T
     has_fallen_T = is_sampled_T & (own_T.detach().exp() - masked(columns.rollout_logprobs_T, is_sampled_T).exp() < -TEACHER_FALL)
-    return torch.where(has_fallen_T, 0.0, distance_T * d_T.exp()) + TEACHER_DRIFT * d_T**2
+    ratio_T = d_T.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
+    return torch.where(has_fallen_T, 0.0, distance_T * ratio_T) + TEACHER_DRIFT * d_T**2
 
 
 def _token_weights(tokens: TokenColumns, loss: Loss, denominators: Denominators) -> Tensor | float:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from moerl.algorithms.advantages import ScoredStep, ScoredTokens, whitened
+from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened
 from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.outcome_loss import outcome_loss
@@ -82,6 +82,8 @@ class TokenArrays:
     """Weights of cross-entropy, also outside the mask."""
     kl_weights: ArrayLike | None = None
     """Weights of the distance from the teacher, also outside the mask."""
+    token_ids: ArrayLike | None = None
+    """int, for an advantage that needs tokens."""
 
 
 def algorithm_loss(
@@ -123,7 +125,7 @@ def algorithm_loss(
     is_trained_S = scored.is_trained_S(config)
     step = scored.step(config, built.max_response_tokens, flat, owner)
     flat = flat.without(~is_trained_S[owner])
-    credit = built.credit(replace(step, tokens=flat.scored(config)))
+    credit = built.credit(replace(step, tokens=flat.scored(config, step.lengths_S)))
     advantages_T, returns_N = flat.spread(credit.by_token(step)), credit.checked_returns(step)
     batch = flat.batch(advantages_T, version)
     loss, gradient, sums, kept_T = _loss(flat, batch, built.loss)
@@ -252,6 +254,7 @@ class _Flat:
     rl_weights: np.ndarray | None
     ce_weights: np.ndarray | None
     kl_weights: np.ndarray | None
+    token_ids: np.ndarray | None
 
     @classmethod
     def of(cls, tokens: TokenArrays) -> "_Flat":
@@ -288,7 +291,7 @@ class _Flat:
     def without(self, is_left_out: np.ndarray) -> "_Flat":
         return replace(self, mask=self.mask & ~np.repeat(is_left_out, self.lengths))
 
-    def scored(self, config: AlgorithmConfig) -> ScoredTokens:
+    def scored(self, config: AlgorithmConfig, lengths_S: np.ndarray) -> ScoredTokens:
         penalties = process = None
         if config.kl_coefficient > 0 and config.kl_in == "reward":
             before = self.logprobs if self.old_logprobs is None else self.old_logprobs
@@ -302,7 +305,15 @@ class _Flat:
             raise ValueError("process_logprobs = None: must be given, because prime is relative to a model of outcomes")
         values = None if self.values is None else self.values[self.mask]
         old_N, reference_N = (None if each is None else each[self.mask] for each in (self.old_logprobs, self.reference_logprobs))
-        return ScoredTokens(penalties_N=penalties, old_N=old_N, reference_N=reference_N, values_N=values, process_N=process)
+        told: dict[str, np.ndarray] = {}
+        if "tokens" in config.needs:
+            if self.token_ids is None:
+                raise ValueError("token_ids = None: must be given, because the advantage needs tokens")
+            told = {"token_ids_N": self.token_ids[self.mask].astype(np.int64), "rollout_N": self.rollout_logprobs[self.mask]}
+        return ScoredTokens(
+            penalties_N=penalties, old_N=old_N, reference_N=reference_N, values_N=values, process_N=process,
+            turn_N=turns(self.mask, np.cumsum(self.lengths) - self.lengths, lengths_S), **told,
+        )  # fmt: skip
 
     def spread(self, values_N: np.ndarray) -> np.ndarray:
         spread_T = np.zeros(len(self.mask))
