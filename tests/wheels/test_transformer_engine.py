@@ -69,6 +69,15 @@ def test_copies_of_weights_in_fp8_are_where_they_are_dropped_and_are_made_anew()
     assert made == ("weight in FP8", "weight in FP8")
 
 
+def test_its_adam_counts_the_steps_of_groups_without_parameters_as_the_reference_does():
+    """And makes moments of what has no gradient: Muon, which steps in its place, sets the count and hides its matrices."""
+    file = unpacked("transformer-engine", VERSION) / "transformer_engine" / "pytorch" / "optimizers" / "fused_adam.py"
+    (step,) = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef) and node.name == "step")
+    tests = [ast.unparse(node.test) for node in ast.walk(step) if isinstance(node, ast.If)]
+    assert tests.index("'step' in group") < tests.index("len(group['params']) == 0")
+    assert tests.index("len(state) == 0") < tests.index("p_grad is None")
+
+
 def test_its_module_says_which_attention_it_has_chosen():
     """What a rank logs is read there."""
     file = unpacked("transformer-engine", VERSION).joinpath(*CHOICE.split(".")).with_suffix(".py")
