@@ -281,7 +281,7 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     await pool.close()
     return {
         "private": private, "shared": shared, "peak_private": memory.peak[0], "peak_shared": memory.peak[1], "in_store": in_store,
-        "received": in_store / received if received else 0.0, "sent": in_store / sent_by,
+        "received": in_store / received if received else 0.0, "sent": in_store / sent_by if sent_by else 0.0,
         "rollout": sent - began, "ranks": ended - sent, "cpu": cpu / arguments.samples,
     }  # fmt: skip
 
