@@ -77,6 +77,7 @@ def test_a_policy_comes_near_its_teacher(tmp_path):
     tensors = load_file(model / "model.safetensors")
     save_file(tensors | {"model.norm.weight": 5 * tensors["model.norm.weight"]}, model / "model.safetensors", metadata={"format": "pt"})
     taught = f"+distillation={{teachers: {{one: {{path: {model}}}}}}}"
-    fast = ("num_steps=20", "train.optimizer.lr=0.03", "train.optimizer.warmup_steps=0", "save_every=0")
-    rows = train(tmp_path, taught, *fast, name="pupil")
-    assert rows[-1]["train/kl_teacher"] < 0.7 * rows[0]["train/kl_teacher"]
+    fast = ("num_steps=30", "train.optimizer.lr=0.01", "train.optimizer.warmup_steps=0", "save_every=0")
+    many = ("groups_per_step=16", "group_size=8")  # a few samples tell the distance within a factor of two
+    distances = [row["train/kl_teacher"] for row in train(tmp_path, taught, *fast, *many, name="pupil")]
+    assert sum(distances[-6:]) < 0.85 * sum(distances[:6])
