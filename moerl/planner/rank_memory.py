@@ -317,7 +317,7 @@ def gradient_bytes(train: TrainConfig) -> int:
 def muon_bytes(largest: int, shard: int) -> int:
     """Bytes beside the optimizer's states while a rank makes its matrices of a round orthogonal (moerl/train/optimizer/muon.py): steps
     sent, received and stacked, gathered over tensor parallelism and normed, in float32; the products in bfloat16."""
-    return min(max(largest, MUON_ROUND_ELEMENTS), max(shard, largest)) * 36
+    return min(max(largest, MUON_ROUND_ELEMENTS), max(shard, largest)) * 24
 
 
 def optimizer_bytes(train: TrainConfig) -> float:

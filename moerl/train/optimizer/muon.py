@@ -91,14 +91,21 @@ class MuonStep:
         held = [sum(matrix.numel(rank) for matrix in part if matrix.owner == owner) for owner in range(size)]
         coming = [sum(matrix.numel(sender) for matrix in mine) for sender in range(size)]
 
-        sent = torch.cat([self._nothing, *(steps[matrix.weight] for matrix in order if matrix.numel(rank))])
-        pieces = self._exchange(sent, held, coming).split([matrix.numel(sender) for sender in range(size) for matrix in mine])
-        flat = {matrix: torch.cat(pieces[number :: len(mine)]) for number, matrix in enumerate(mine)}
+        flat = self._gathered(order, mine, steps, held, coming)
         self._make_orthogonal(flat)
         back = torch.cat([self._nothing, *(flat[matrix][slice(*matrix.ranges[owner])] for owner in range(size) for matrix in mine)])
-        sizes = [matrix.numel(rank) for matrix in order]
-        returned = self._exchange(back, coming, held).split(sizes)
+        flat.clear()
+        returned = self._exchange(back, coming, held).split([matrix.numel(rank) for matrix in order])
         return {matrix.weight: piece for matrix, piece in zip(order, returned, strict=True) if len(piece)}
+
+    def _gathered(
+        self, order: list[Matrix], mine: list[Matrix], steps: dict[nn.Parameter, Tensor], held: list[int], coming: list[int]
+    ) -> dict[Matrix, Tensor]:
+        """Whole matrices of this rank, flat. `steps` is empty afterwards."""
+        sent = torch.cat([self._nothing, *(steps.pop(matrix.weight) for matrix in order if matrix.weight in steps)])
+        sizes = [matrix.numel(sender) for sender in range(self._group.size()) for matrix in mine]
+        pieces = self._exchange(sent, held, coming).split(sizes)
+        return {matrix: torch.cat(pieces[number :: len(mine)]) for number, matrix in enumerate(mine)}
 
     def _exchange(self, flat: Tensor, going: list[int], coming: list[int]) -> Tensor:
         if self._group.size() == 1:
@@ -108,12 +115,12 @@ class MuonStep:
         return received
 
     def _make_orthogonal(self, flat: dict[Matrix, Tensor]) -> None:
-        """In place: those alike together, the same on every tensor-parallel rank."""
+        """In place: those alike together, the same on every tensor-parallel rank. Peak: a kind of matrices, not all."""
         kinds: dict[tuple[Any, ...], list[Matrix]] = {}
         for matrix in flat:
             kinds.setdefault(matrix.kind, []).append(matrix)
         for same in kinds.values():
-            stacked = torch.stack([flat[matrix].view(matrix.weight.shape) for matrix in same])
+            stacked = torch.stack([flat.pop(matrix).view(matrix.weight.shape) for matrix in same])
             for matrix, step in zip(same, self._of_kind(stacked, same[0]), strict=True):
                 flat[matrix] = step.flatten()
 
