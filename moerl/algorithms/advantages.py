@@ -39,7 +39,8 @@ class ScoredTokens:
     """float64, log-prob by the trainer before the update, where the advantage's `needs` have old_logprobs; so for the next."""
     reference_N: np.ndarray | None = None
     turn_N: np.ndarray | None = None
-    """int64, number of the token's turn in its sample, from 0: tokens that the policy produced one after the other."""
+    """int64, number of the token's turn in its sample, from 0: tokens that the policy produced one after the other. For classes of
+    `kind: custom`."""
     token_ids_N: np.ndarray | None = None
     """int64, where `needs` have tokens; so for the next."""
     rollout_N: np.ndarray | None = None

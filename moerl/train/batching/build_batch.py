@@ -9,6 +9,7 @@ import numpy as np
 from moerl.algorithms.advantages import ScoredTokens, turns
 from moerl.algorithms.algorithm import Algorithm
 from moerl.algorithms.kl_control import kl_values
+from moerl.config.schema.custom_part import CustomPart
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
@@ -62,13 +63,14 @@ def build_batch(
 def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
     """With advantages of tokens, which follow from log-probs too: waits for those. Raises DataError for one that is not a number."""
     is_response_T, step = batch.response_mask_T(), algorithm.scored_step(groups)
+    is_own = isinstance(algorithm.config.advantage, CustomPart)  # no other looks at turns, a number for every token
     tokens = ScoredTokens(
         penalties_N=_penalties(batch, algorithm, is_response_T),
         old_N=_column(batch.old_logprobs, is_response_T),
         reference_N=_column(batch.reference_logprobs, is_response_T),
         values_N=_column(batch.values, is_response_T),
         process_N=_column(batch.process, is_response_T),
-        turn_N=turns(is_response_T, batch.offsets[:-1], step.lengths_S),
+        turn_N=turns(is_response_T, batch.offsets[:-1], step.lengths_S) if is_own else None,
         **(_sampled(batch) if "tokens" in algorithm.config.needs else {}),
     )
     step = replace(step, tokens=tokens)
