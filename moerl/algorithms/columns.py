@@ -30,6 +30,8 @@ class TokenColumns:
     mask_T: Tensor
     """bool: the policy produced the token, and it is trained on."""
     reference_logp_T: Tensor | None = None
+    values_T: Tensor | None = None
+    """A critic's estimates, before it learns, where the step has one."""
     selected_T: Tensor | None = None
     """bool: what the objective's `select` chose of the mini-batch."""
     sequence_T: Tensor

@@ -53,15 +53,29 @@ def _changed_optimizers(old: Any, now: Any) -> list[Problem]:
     for section in ("train", "critic", "outcome_model"):
         said = [each["train"]["optimizer"] if each[section]["optimizer"] is None else each[section]["optimizer"] for each in (old, now)]
         before, value = (optimizer["muon"] for optimizer in said)
-        if before != value and (section == "train" or old[section]["optimizer"] != now[section]["optimizer"]):
+        own = [each[section]["optimizer"] for each in (old, now)]
+        if before != value and None not in own:
             problems.append(_changed(f"{section}.optimizer.muon", before, value, reason))
+        elif before != value and own[0] != own[1]:
+            problems.append(_changed(f"{section}.optimizer", own[0], own[1], reason))
     return problems
 
 
 def _changed(path: str, before: Any, value: Any, reason: str) -> Problem:
     rule = f"was {before!r} and cannot change when a run is continued"
-    fix = f"{path}={before}, or another name= (or output_dir=) for a new run"
+    fix = f"{path}={_written(before)}, or another name= (or output_dir=) for a new run"
     return problem(path, value, rule, reason, fix)
+
+
+def _written(value: Any) -> str:
+    """As on a command line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_written(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _at(plain: Any, path: str) -> Any:

@@ -106,7 +106,7 @@ class _Static:
         """By the names of moerl/train/memory/memory_states.py."""
         self.built = 0 if trains else buffer * gradient_bytes(train)
         """Bytes of gradients of a model that does not train, until it is built (moerl/train/megatron_engine.py)."""
-        self.muon = muon_bytes(max(chunk.largest_matrix for chunk in chunks), shard) if matrices else 0
+        self.muon = muon_bytes(max(chunk.largest_matrix for chunk in chunks), shard, train.dtype) if matrices else 0
         """While matrices are made orthogonal."""
         share, masters = memory.cpu_fraction, train.dtype == "bfloat16"
         pinned = {width: sum(chunk.pinned_shard(width) for chunk in chunks) for width in {wide, moment, 4}}
@@ -314,10 +314,10 @@ def gradient_bytes(train: TrainConfig) -> int:
     return WIDTHS["float64"] if train.dtype == "float64" else WIDTHS[train.optimizer.memory.main_grads_dtype]
 
 
-def muon_bytes(largest: int, shard: int) -> int:
+def muon_bytes(largest: int, shard: int, dtype: str) -> int:
     """Bytes beside the optimizer's states while a rank makes its matrices of a round orthogonal (moerl/train/optimizer/muon.py): steps
-    sent, received and stacked, gathered over tensor parallelism and normed, in float32; the products in bfloat16."""
-    return min(max(largest, MUON_ROUND_ELEMENTS), max(shard, largest)) * 24
+    sent, received and stacked, gathered over tensor parallelism and normed, in float32; the products in the weights' dtype."""
+    return min(max(largest, MUON_ROUND_ELEMENTS), max(shard, largest)) * {"bfloat16": 24, "float32": 28, "float64": 56}[dtype]
 
 
 def optimizer_bytes(train: TrainConfig) -> float:

@@ -129,13 +129,20 @@ def test_models_are_there_only_if_somebody_needs_them():
     assert [model.name for model in companion_models(load([RECIPE, "algorithm=prime"]))] == ["outcome_model"]
 
 
-def test_a_distance_alone_needs_no_pass_of_the_algorithm_s():
-    alone = load([RECIPE, "+distillation={shown: '{answer}'}", "train.updates_per_step=2"])
+def test_a_distance_alone_needs_no_pass_of_the_algorithm_s_and_the_old_policy_where_it_moves():
+    for more, is_asked in ((["train.updates_per_step=2"], True), ([], False)):
+        config = load([RECIPE, "+distillation={shown: '{answer}'}", *more])
+        assert (config.uses_reference, config.needs_old_logprobs) == (False, is_asked)
     both = load(
         [RECIPE, "+distillation={shown: '{answer}', trains_rewards: true}", "train.updates_per_step=2", "algorithm.kl_coefficient=0.1"]
     )
-    assert (alone.uses_reference, alone.needs_old_logprobs) == (False, False)
     assert (both.uses_reference, both.needs_old_logprobs) == (True, True)
+
+
+def test_a_teacher_needs_what_sampling_left_of_the_vocabulary():
+    filtered = ("+distillation={shown: '{answer}'}", "rollout.top_p=0.7", "weights.mismatch_limit=1.0")
+    assert "must be rollout with distillation" in refused(*filtered, "train.sampling_replay=off")["train.sampling_replay"]
+    assert load([RECIPE, *filtered]).replays_sets
 
 
 def test_teachers_are_of_sources_that_rows_have():

@@ -53,6 +53,16 @@ def test_a_critic_keeps_its_optimizer_and_may_have_another_learning_rate():
     for override, paths in (("critic.optimizer.muon={}", ["critic.optimizer.muon"]), ("critic.optimizer.lr=1e-4", [])):
         now = load([DEMO, "algorithm=ppo", "critic.optimizer.lr=1e-3", override])
         assert [problem.path for problem in resume_differences(to_yaml(before), now)] == paths
+    its_own = load([DEMO, "algorithm=ppo", "critic.optimizer.lr=1e-3", "critic.optimizer.muon={}"])
+    (problem,) = resume_differences(to_yaml(load([DEMO, "algorithm=ppo"])), its_own)
+    assert problem.path == "critic.optimizer" and problem.fix.startswith("critic.optimizer=null,")
+
+
+def test_a_fix_can_be_typed():
+    old = load([DEMO, "train.optimizer.muon={}"])
+    (problem,) = resume_differences(to_yaml(old), load([DEMO]))
+    typed = problem.fix.partition(", or another")[0]
+    assert load([DEMO, typed]).train.optimizer == old.train.optimizer
 
 
 def test_a_problem_says_the_old_value_and_the_reason():

@@ -68,7 +68,7 @@ def test_muon_saves_a_large_model_a_third_of_its_optimizer():
     _, muon = plan_of("train.optimizer.muon={}")
     for before, after in zip(adam, muon, strict=True):
         assert after.phases["update"]["optimizer"] / before.phases["update"]["optimizer"] == pytest.approx(2 / 3, abs=0.03)
-    assert muon_bytes(1, 10**9) == 24 * 2**25
+    assert muon_bytes(1, 10**9, "bfloat16") == 24 * 2**25
 
 
 def plan_of(*overrides):

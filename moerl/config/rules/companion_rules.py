@@ -26,6 +26,9 @@ def companion_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _effect_problems(config)
     if config.distillation is not None:
         yield from _teacher_problems(config.distillation)
+        if config.filters_samples and not config.replays_sets:
+            reason = "servers say log-probs among what they left of the vocabulary, so that every likely token looks as if it had fallen"
+            yield problem("train.sampling_replay", "off", "must be rollout with distillation", reason, "train.sampling_replay=rollout")
     for model in companion_models(config):
         yield from _model_problems(config, facts, model)
         if model.layout is None and config.train.destroy_groups:

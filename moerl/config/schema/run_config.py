@@ -156,8 +156,8 @@ class RunConfig(Strict):
     @property
     def needs_old_logprobs(self) -> bool:
         """With one update per step the old policy is the policy itself: no extra pass, unless the algorithm looks at it before."""
-        asks = self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs
-        return self.train.old_logprobs == "trainer" and asks and self.trains_rewards
+        asks = self.train.updates_per_step > 1 or (self.trains_rewards and "old_logprobs" in self.algorithm.needs)
+        return self.train.old_logprobs == "trainer" and asks
 
     @property
     def pushes_mtp(self) -> bool:

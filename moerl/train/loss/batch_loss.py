@@ -77,6 +77,7 @@ class LossColumns:
     bounded_T: Tensor | None = None  # bool; None: False
     selected_T: Tensor | None = None  # bool
     proximal_T: Tensor | None = None  # float32
+    values_T: Tensor | None = None  # float32
     server_T: Tensor | None = None  # int16
     whole_logp_T: Tensor | None = None  # with gradient: of the whole vocabulary, where log-probs are of a part; None: they are the same
 
@@ -146,6 +147,7 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
         advantage_T=column(columns.advantages_T),
         mask_T=mask_T,
         reference_logp_T=None if columns.reference_logprobs_T is None else column(columns.reference_logprobs_T),
+        values_T=None if columns.values_T is None else column(columns.values_T),
         selected_T=columns.selected_T,
         sequence_T=columns.sequence_T,
         num_sequences=columns.num_sequences,

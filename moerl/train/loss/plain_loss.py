@@ -361,6 +361,7 @@ class _Flat:
             ce_weight_T=optional(self.ce_weights),
             kl_weight_T=optional(self.kl_weights),
             proximal_T=optional(proximal),
+            values_T=optional(self.values),
         )
 
 
