@@ -145,12 +145,11 @@ def estimator(config: Advantage) -> Estimator:
 
 def turns(is_response_T: np.ndarray, starts: np.ndarray, lengths_S: np.ndarray) -> np.ndarray:
     """int64 [N] of ScoredTokens. `starts`: where the sequences of [T] begin; `lengths_S`: response tokens of each sample."""
-    begins_T = is_response_T.copy()
-    begins_T[1:] &= ~is_response_T[:-1]
-    begins_T[starts[starts < len(begins_T)]] = is_response_T[starts[starts < len(begins_T)]]
-    number_N = np.cumsum(begins_T[is_response_T])
-    firsts = np.cumsum(lengths_S) - lengths_S
-    return number_N - np.repeat(number_N[np.minimum(firsts, max(len(number_N) - 1, 0))] if len(number_N) else firsts, lengths_S)
+    goes_on_T = np.append(False, is_response_T[:-1])
+    goes_on_T[starts[starts < len(goes_on_T)]] = False  # an empty sequence may begin at the end
+    number_N = np.cumsum(~goes_on_T[is_response_T])
+    first_N = np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
+    return number_N - number_N[first_N]
 
 
 def whitened(values: np.ndarray) -> np.ndarray:

@@ -37,11 +37,14 @@ HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
 
 
-def communicator_bytes(layout: Layout, gpus_per_node: int, *, has_shared_embedding: bool) -> int:
-    """Bytes of all groups that Megatron runs collectives in (megatron/core/parallel_state.py)."""
-    return sum(COMMUNICATOR[size > 2] for size in _groups(layout, has_shared_embedding=has_shared_embedding) if size > 1) + _all_to_all(
-        layout, gpus_per_node
-    )
+def communicator_bytes(layout: Layout, gpus_per_node: int, *, has_shared_embedding: bool, has_muon: bool = False) -> int:
+    """Bytes of all groups that Megatron runs collectives in (megatron/core/parallel_state.py), and of connections for all-to-all: of the
+    experts' dispatcher, and of Muon over data parallelism, of dense weights and of experts."""
+    groups = sum(COMMUNICATOR[size > 2] for size in _groups(layout, has_shared_embedding=has_shared_embedding) if size > 1)
+    exchanged = [(layout.ep, layout.etp)]
+    if has_muon:
+        exchanged += [(layout.dp * layout.cp, layout.tp), (layout.edp, layout.etp * layout.ep)]
+    return groups + sum(_all_to_all(size, apart, gpus_per_node) for size, apart in exchanged)
 
 
 def default_group_bytes(layout: Layout) -> int:
@@ -58,12 +61,12 @@ def _groups(layout: Layout, *, has_shared_embedding: bool) -> Iterator[int]:
         yield from (layout.etp, layout.edp, layout.etp * layout.ep * layout.pp)
 
 
-def _all_to_all(layout: Layout, gpus_per_node: int) -> int:
-    """Bytes of the dispatcher's group, whose ranks are etp apart."""
-    if layout.ep == 1:
+def _all_to_all(size: int, apart: int, gpus_per_node: int) -> int:
+    """Bytes of a group of `size` ranks that are `apart` from each other."""
+    if size == 1:
         return 0
-    inside = min(layout.ep, max(1, gpus_per_node // layout.etp))
-    return (inside - 1) * ALL_TO_ALL_PEER + (ALL_TO_ALL_NETWORK if inside < layout.ep else 0)
+    inside = min(size, max(1, gpus_per_node // apart))
+    return (inside - 1) * ALL_TO_ALL_PEER + (ALL_TO_ALL_NETWORK if inside < size else 0)
 
 
 def static_fraction(rollout: RolloutConfig, memory: int) -> float:

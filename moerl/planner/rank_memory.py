@@ -283,7 +283,8 @@ def _communicators(hf: Mapping[str, Any], config: RunConfig, phase: Phase) -> in
         return fixed.default_group_bytes(layout) + of_pushes
     has_shared = is_tied(hf) or (config.train.mtp_loss > 0 and num_mtp_layers(hf) > 0)
     per_node = config.placement.gpus_per_node or layout.ranks
-    return fixed.communicator_bytes(layout, per_node, has_shared_embedding=has_shared) + of_pushes
+    has_muon = config.train.optimizer.muon is not None
+    return fixed.communicator_bytes(layout, per_node, has_shared_embedding=has_shared, has_muon=has_muon) + of_pushes
 
 
 def _margin(phase: Phase, kinds: Kinds, activations: StageActivations, busier: StageActivations, server: ServerMemory | None) -> int:

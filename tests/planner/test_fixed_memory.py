@@ -23,3 +23,11 @@ def test_communicators_of_a_large_layout_are_what_is_reported():
     alone = Layout(ranks=8, ep=8)
     peers = 7 * fixed.ALL_TO_ALL_PEER
     assert peers < fixed.communicator_bytes(alone, 8, has_shared_embedding=False) < peers + 6 * fixed.COMMUNICATOR[True]
+
+
+def test_muon_connects_each_rank_to_those_that_it_exchanges_matrices_with():
+    """8 of data parallelism on a node, and of experts, whose ranks are on other nodes."""
+    layout = Layout(ranks=16, ep=8)
+    more = fixed.communicator_bytes(layout, 8, has_shared_embedding=False, has_muon=True)
+    more -= fixed.communicator_bytes(layout, 8, has_shared_embedding=False)
+    assert more == 7 * fixed.ALL_TO_ALL_PEER + 2 * fixed.ALL_TO_ALL_NETWORK

@@ -85,16 +85,19 @@ def ragged_batch(*, num_sequences: int = 13, outside: float = 0.0) -> TrainBatch
 
 
 def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int]):
-    """Statistics of an update by each loss in turn, each from the weights that the one before has left; and the log-probs in the end, in
-    the batch's own order. `order`: of the sequences as the engine gets them."""
+    """Statistics of an update by each loss in turn, and the log-probs afterwards, in the batch's own order. `order`: of the sequences as
+    the engine gets them."""
     engine = new_engine(settings)
     batch = batch.select(order)
     first_T = engine.logprobs(batch)
     names = ("old_logprobs_T", "rollout_logprobs_T", "reference_logprobs_T")
     near = {name: (first_T + getattr(batch, name)).astype(np.float32) for name in names}
     batch = replace(batch, **near)
-    found = {name: engine.update(_with_old(name, batch), loss, lr=1e-4, num_updates=1) for name, loss in losses().items()}
-    return found, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T
+    found = {}
+    for name, loss in losses().items():
+        stats = engine.update(_with_old(name, batch), loss, lr=1e-4, num_updates=1)
+        found[name] = (stats, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T)
+    return found
 
 
 def _with_old(name: str, batch: TrainBatch) -> TrainBatch:

@@ -94,7 +94,7 @@ def _optimizer_problems(train: TrainConfig) -> Iterator[Problem]:
         fix = f"{path}.precision_aware=true, which puts masters on the host too, or cpu_fraction=0"
         yield problem(f"{path}.cpu_fraction", memory.cpu_fraction, "needs precision_aware=true", reason, fix)
     if train.optimizer.muon is not None and memory.precision_aware:
-        reason = "Muon moves the master weights of Megatron's distributed optimizer, and so Transformer Engine's Adam has them"
+        reason = "Muon moves the master weights of Megatron's distributed optimizer, which has none then: Adam keeps them"
         fix = f"{path}.precision_aware=false, or train.optimizer.muon=null"
         yield problem(f"{path}.precision_aware", True, "needs train.optimizer.muon=null", reason, fix)
     if memory.cpu_overlap and memory.cpu_fraction == 0:
