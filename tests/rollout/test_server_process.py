@@ -54,6 +54,32 @@ def test_only_the_last_lines_of_the_log_are_shown(run, tmp_path):
     assert lines == [f"line {i}" for i in range(80, 100)]
 
 
+def test_the_errors_before_the_last_are_shown_first_because_one_of_them_is_the_cause(run, tmp_path):
+    """As engines of several processes die: the one that fails says why, and each that waited for it says that one failed."""
+    code = """
+import sys, traceback
+def log(error, before=""):
+    try:
+        raise error
+    except Exception:
+        print("".join(before + line for line in traceback.format_exc().splitlines(keepends=True)), end="", file=sys.stderr)
+log(RuntimeError("expect weight to be bfloat16"), "(Worker pid=7) ERROR [executor.py:953] ")
+log(MemoryError("no room"), "(Worker pid=8) ERROR [executor.py:953] ")
+log(MemoryError("no room"), "(Worker pid=9) ERROR [executor.py:953] ")
+[print("no Error: this is a sentence", file=sys.stderr) for _ in range(30)]
+raise RuntimeError("engine core initialization failed")
+"""
+    (tmp_path / "log").write_text("ValueError: of an earlier start\n")
+    with pytest.raises(EngineError) as error:
+        run(small_server(tmp_path, code, has_log=True).start())
+    causes, last = str(error.value).split("last lines of ")
+    assert causes.splitlines()[1:] == [
+        "the first errors in it:", "    RuntimeError: expect weight to be bfloat16", "    MemoryError: no room",
+        "    RuntimeError: engine core initialization failed",
+    ]  # fmt: skip
+    assert "earlier start" not in last
+
+
 def test_a_model_the_engine_cannot_run_is_refused_with_a_reason(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     refusal = r"^model_type = 'gpt2' of .*: must be one of qwen2, qwen2_moe, qwen3, .*; .* Use another rollout.engine"

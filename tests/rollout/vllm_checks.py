@@ -10,13 +10,18 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+from vllm.config import SpeculativeConfig
 from vllm.device_allocator import AllocationData, cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+from vllm.model_executor.kernels.linear.scaled_mm import cpu
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.interface import PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_worker import Worker
@@ -24,6 +29,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
+from moerl.rollout.engines.vllm import vllm_cpu_fp8
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
 from moerl.rollout.engines.vllm.vllm_sampling import advance
@@ -189,12 +195,20 @@ def check_the_random_numbers_of_a_resumed_request_follow_those_it_has_used():
 
 def check_latent_attention_is_computed_by_kernels_that_know_float32_also_where_there_is_amx():
     config = SimpleNamespace(use_sparse=False, use_mla=True)
-    chosen = AttentionBackendEnum[model_arguments({"kv_lora_rank": 512})["attention_backend"]]
-    has_amx, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
-    try:
-        assert CpuPlatform.get_attn_backend_cls(chosen, config) == AttentionBackendEnum.CPU_MLA.get_path()
-    finally:
-        torch.cpu._is_amx_tile_supported = has_amx
+    arguments = model_arguments({"kv_lora_rank": 512}, {"num_speculative_tokens": 2})
+    drafting = SpeculativeConfig._parse_attention_backend(arguments["speculative_config"].pop("attention_backend"))
+    assert arguments["speculative_config"] == {"num_speculative_tokens": 2}
+    with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):
+        for chosen in (AttentionBackendEnum[arguments["attention_backend"]], drafting):
+            assert CpuPlatform.get_attn_backend_cls(chosen, config) == AttentionBackendEnum.CPU_MLA.get_path()
+
+
+def check_weights_in_fp8_are_widened_by_pytorch_also_where_there_is_amx():
+    with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True), patch.object(cpu.ops, "cpu_has_amx_fp8", lambda: True):
+        vllm_cpu_fp8.prepare()
+        assert torch.float32 in Fp8Config.get_supported_act_dtypes()
+        usable = [kernel for kernel in _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] if kernel.is_supported()[0]]
+    assert [kernel.apply_weights for kernel in usable] == [vllm_cpu_fp8._linear]
 
 
 def check_random_weights_of_a_start_leave_scales_of_caches():

@@ -8,6 +8,7 @@ with the pipe.
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 from collections import deque
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 _NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 LOG_LINES = 20
 """Lines of the server's log in an error."""
+LOG_ERRORS = 3
+_ERROR = re.compile(r"^(?:.*\] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
+"""The last line of a traceback, after what a logger may put before it."""
 
 
 class ServerProcess:
@@ -48,6 +52,7 @@ class ServerProcess:
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
         self._process: asyncio.subprocess.Process | ForkedChild | None = None
+        self._log_begin = 0
         self._ready = False
 
     @property
@@ -130,6 +135,7 @@ class ServerProcess:
         # The log of a run begins with its first child; one that takes its place writes on.
         with self._log_path.open("ab" if self._has_log else "wb") as log:
             self._has_log = True
+            self._log_begin = log.tell()
             try:
                 environment = {**os.environ, **self._environment}
                 self._process = await _start([*self._command, *arguments], environment, log.fileno(), f"{self._secret.key}\n".encode())
@@ -149,9 +155,16 @@ class ServerProcess:
     def _log_tail(self) -> str:
         if not self._log_path.exists():
             return f"(no log at {self._log_path})"
-        with self._log_path.open(errors="replace") as log:
-            lines = deque(log, maxlen=LOG_LINES)
-        return f"last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
+        lines: deque[str] = deque(maxlen=LOG_LINES)
+        errors: dict[str, None] = {}  # in order
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_begin)
+            for line in (line.decode(errors="replace") for line in log):
+                lines.append(line)
+                if len(errors) < LOG_ERRORS and (found := _ERROR.match(line)):
+                    errors[found[1].rstrip()] = None
+        first = "" if len(errors) < 2 else "the first errors in it:\n" + "".join(f"    {error}\n" for error in errors)
+        return f"{first}last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
 
 
 async def _start(

@@ -1,5 +1,5 @@
-"""Products that SGLang lacks to compute with weights in FP8 blocks on CPUs without AMX: its own kernels there widen weights and multiply
-in the dtype of activations (W8A16), and so does this, by PyTorch. Weights and scales stay as loaded, as Hopper's kernels take them."""
+"""Products that SGLang lacks to compute with weights in FP8 blocks on CPUs: its own kernels there need AMX, widen weights and multiply in
+the dtype of activations (W8A16); so does this, by PyTorch. Weights and scales stay as loaded, as Hopper's kernels take them."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -33,10 +33,13 @@ _EXPERT_MULTIPLE = 32
 """Divisor of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
 
 
-def model_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
+def model_arguments(model: Mapping[str, Any], drafting: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Arguments of latent attention: where the processor has AMX, vLLM would take kernels that refuse float32
-    (CpuPlatform.get_attn_backend_cls)."""
-    return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in model else {}
+    (CpuPlatform.get_attn_backend_cls). The drafting layer chooses its own; `drafting` is its speculative_config, if there is one."""
+    if "kv_lora_rank" not in model:
+        return {}
+    kernels = {"attention_backend": "CPU_MLA"}
+    return kernels if drafting is None else {**kernels, "speculative_config": {**drafting, **kernels}}
 
 
 def node_arguments(layout: ServerLayout) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Products that vLLM lacks to compute with weights in FP8 blocks on CPUs without AMX: its kernels there widen weights and multiply in the
-dtype of activations (W8A16), and so does this, by PyTorch. Weights and scales stay as they are loaded, where the others pack them."""
+"""Products with weights in FP8 blocks on a CPU. vLLM's kernels there need AMX and activations of 16 bits; they widen weights and multiply
+in the dtype of activations (W8A16). So does this, by PyTorch, on every CPU and in float32 too. Weights and scales stay as they are loaded,
+where the others pack them."""
 
 from typing import Any
 
@@ -11,13 +12,12 @@ from moerl.models.fp8_blocks import dequantized
 
 def prepare() -> None:
     """In every process of vLLM, where there is no GPU. Safe to call twice."""
-    if torch.cpu._is_amx_tile_supported():
-        return
-    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel, CPUFp8W8A8BlockScaledMMKernel
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
     Fp8Config.get_supported_act_dtypes = lambda *_: [torch.bfloat16, torch.half, torch.float32]
+    CPUFp8W8A8BlockScaledMMKernel.is_supported = lambda *_: (False, "activations stay as they are")
     CPUFp8BlockScaledMMKernel.is_supported = lambda *_: (True, None)
     CPUFp8BlockScaledMMKernel.process_weights_after_loading = lambda *_: None
     CPUFp8BlockScaledMMKernel.apply_weights = _linear
