@@ -10,6 +10,10 @@ from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
+from moerl.types.sampling_sets import SamplingSets
+
+LR = 0.001
+"""Of an optimizer with eps=1, whose step follows every element of the gradient; Adam's with 1e-8 would follow little but signs."""
 
 OBJECTIVES = (
     {"kind": "ppo_clip", "dual_clip": 1.5}, {"kind": "gspo", "clip_low": 0.01, "clip_high": 0.01},
@@ -34,6 +38,8 @@ CORRECTIONS = (
 KL_ESTIMATORS = ("k1", "k1+", "abs", "abs+", "k2", "k3", "k3+", "unbiased")
 OLD_POLICIES = ("log_linear", "bypass", "not moved")
 """Where the old log-probs are from beside a pass for them: between server and policy by age, the server, the policy itself."""
+SETS = "sampling sets"
+"""Servers that drew from a part of the vocabulary, by top-k or top-p."""
 
 
 def losses():
@@ -48,6 +54,7 @@ def losses():
     for kind in KL_ESTIMATORS:
         plain[f"KL {kind}"] = {"objective": {"kind": "ppo_clip"}, "normalize_by": "token", "kl_coefficient": 0.1, "kl_estimator": kind}
     plain |= {policy: {"objective": {"kind": "ppo_clip"}, "normalize_by": "token"} for policy in OLD_POLICIES}
+    plain[SETS] = {"objective": {"kind": "ppo_clip"}, "normalize_by": "token", "kl_coefficient": 0.1, "entropy_bonus": 0.05}
     terms = {"kl_coefficient": 0.1, "kl_estimator": "unbiased", "entropy_bonus": 0.05, "drift_penalty": 0.1}
     plain["terms"] = {"objective": {"kind": "gspo"}, "normalize_by": "fixed_length", "fixed_length": 9, **terms}
     found = {name: loss_of(of_plain({"advantage": {"kind": "grpo"}, **settings})) for name, settings in plain.items()}
@@ -89,15 +96,26 @@ def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int])
     the engine gets them."""
     engine = new_engine(settings)
     batch = batch.select(order)
-    first_T = engine.logprobs(batch)
     names = ("old_logprobs_T", "rollout_logprobs_T", "reference_logprobs_T")
-    near = {name: (first_T + getattr(batch, name)).astype(np.float32) for name in names}
-    batch = replace(batch, **near)
+
+    def near(sets: SamplingSets | None) -> TrainBatch:
+        given = replace(batch, sets=sets)
+        drawn_T, whole_T = engine.logprobs(given), engine.logprobs(batch)
+        firsts = {name: whole_T if name == "reference_logprobs_T" else drawn_T for name in names}
+        return replace(given, **{name: (first_T + getattr(batch, name)).astype(np.float32) for name, first_T in firsts.items()})
+
+    batches = {None: near(None), SETS: near(_sets_of(batch))}
     found = {}
     for name, loss in losses().items():
-        stats = engine.update(_with_old(name, batch), loss, lr=1e-4, num_updates=1)
+        stats = engine.update(_with_old(name, batches.get(name, batches[None])), loss, lr=LR, num_updates=1)
         found[name] = (stats, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T)
     return found
+
+
+def _sets_of(batch: TrainBatch) -> SamplingSets:
+    """Of two tokens in three a set of one to four, which follows from the token, whatever the order."""
+    rows = [sorted({token, *((token * factor + 1) % 90 for factor in range(token % 4))}) if token % 3 else [] for token in batch.token_ids_T]
+    return SamplingSets.of_counts(np.concatenate([np.array(row, dtype=np.int32) for row in rows]), np.array([len(row) for row in rows]))
 
 
 def _with_old(name: str, batch: TrainBatch) -> TrainBatch:

@@ -1,4 +1,5 @@
-"""Every algorithm and correction trains alike under every layout, split and order: loss, gradient (by the weights it leads to), metrics."""
+"""Every algorithm and correction trains alike under every layout, split and order: loss, gradient (by the weights that a step along it leads
+to), metrics."""
 
 from dataclasses import asdict, replace
 
@@ -18,9 +19,9 @@ ORDER = list(range(13))
 
 
 def exact(directory, layout, *, dtype="float64", **options):
-    """Settings in float64, without the clip of gradients, whose norm Megatron computes in float32."""
+    """Settings in float64, without the clip of gradients, whose norm Megatron computes in float32; see algorithm_jobs.LR for eps."""
     chosen = settings(directory, layout, dtype=dtype, **options)
-    return replace(chosen, train=replace(chosen.train, optimizer=replace(chosen.train.optimizer, clip_grad=None)))
+    return replace(chosen, train=replace(chosen.train, optimizer=replace(chosen.train.optimizer, clip_grad=None, eps=1.0)))
 
 
 @pytest.fixture(scope="module")
