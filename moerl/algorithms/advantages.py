@@ -131,7 +131,7 @@ def estimator(config: Advantage) -> Estimator:
         case ReinforceAdvantage(kind="reinforce_pp"):
             return lambda step: Credit(advantages_N=whitened(_to_come(step, step.rewards_N(), config.gamma)))
         case ReinforceAdvantage():
-            return lambda step: Credit(advantages_N=whitened(step.spread(_in_groups(_with_penalties(step), _centered))))
+            return _reinforce_baseline
         case ReMaxAdvantage():
             return _remax
         case GAEAdvantage():
@@ -249,6 +249,12 @@ def _to_come(step: ScoredStep, rewards_N: np.ndarray, gamma: float) -> np.ndarra
         tokens = ends_S[going] - distance
         ahead_S[going] = sums_N[tokens] = rewards_N[tokens] + gamma * ahead_S[going]
     return sums_N
+
+
+def _reinforce_baseline(step: ScoredStep) -> Credit:
+    whitened_N = whitened(step.spread(_in_groups(_with_penalties(step), _centered)))
+    # A lone sample was compared with nothing: whitening must not give it the distance of its 0 from the mean.
+    return Credit(advantages_N=whitened_N * step.spread(_in_groups(step, np.ones_like)))
 
 
 def _remax(step: ScoredStep) -> Credit:

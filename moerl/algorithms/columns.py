@@ -40,6 +40,10 @@ class TokenColumns:
     """In these columns; one of them may stand for padding."""
     tokens_T: Tensor
     """Response tokens of the token's whole sequence, at least 1."""
+    all_tokens: int
+    """Response tokens of the mini-batch, of all micro-batches and ranks, at least 1. Without those that corrections took out before."""
+    all_sequences: int
+    """Its sequences with a response token likewise."""
     ranks: dist.ProcessGroup | None = None
     """Ranks of context parallelism, each of which has its tokens of every sequence."""
 

@@ -136,7 +136,7 @@ class TrainStep:
         own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
         share = replace(share, batch=own)
         if "whole_minibatch" in loss.needs:
-            share = selected(share, batch, self._scores(share, batch), loss, reduce_over_shares)
+            share = selected(share, batch, denominators, self._scores(share, batch), loss, reduce_over_shares)
         return share, denominators
 
     def loss(self, loss: Loss | ValueLoss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:

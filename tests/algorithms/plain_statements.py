@@ -192,7 +192,9 @@ def advantages(s, step):
     if a["kind"] == "remax":
         return {(i, t): R - step.greedy[step.owner[i]] for (i, t), R in rewards_to_come(1.0, s, step).items()}, None
     if a["kind"] == "reinforce_pp_baseline":
-        return whitened(by_token({"kind": "dr_grpo"}, step, rewards_with_kl(s, step))), None
+        rewards = rewards_with_kl(s, step)
+        A, present = whitened(by_token({"kind": "dr_grpo"}, step, rewards)), [step.groups[k] for k in rewards]
+        return {(i, t): A[i, t] if present.count(step.groups[step.owner[i]]) > 1 else 0.0 for i, t in A}, None
     if a["kind"] == "prime":
         process, outcome = process_to_come(a["beta"], s, step), by_token({"kind": "rloo"}, step, shaped_rewards(s, step))
         return {token: process[token] + outcome[token] for token in process}, None

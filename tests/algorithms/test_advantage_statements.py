@@ -185,6 +185,16 @@ def test_groups_of_one_sample_have_advantage_0(kind):
     assert not result.gradient.any()
 
 
+@pytest.mark.parametrize("kind", OF_GROUPS)
+def test_a_sample_alone_in_its_group_has_advantage_0_whatever_the_others_have(kind):
+    step, logp = random_step(5)
+    step.groups = [7, *(k % 2 for k in range(1, len(step.groups)))]
+    assert_as_stated({"advantage": KINDS[kind]}, (step, logp))
+    advantages = project({"advantage": KINDS[kind]}, step, logp).advantages
+    own = [i for i, k in enumerate(step.owner) if k == 0]
+    assert not advantages[own].any() and advantages.any()
+
+
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (6, 7, 10), (11, 13, 16)])
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gpg", "maxrl", "opo"])
 def test_equal_rewards_are_no_signal(sizes, kind):

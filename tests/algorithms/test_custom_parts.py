@@ -70,16 +70,19 @@ def test_an_advantage_gets_the_log_probs_that_it_needs(own, tmp_path):
         algorithm_loss(of_plain(settings), tokens, rewards=[3.0], groups=[0], samples=[0, 0])
 
 
-def test_an_objective_sees_the_values_of_a_critic(own, tmp_path):
+def test_an_objective_sees_the_values_of_a_critic_and_the_counts_of_the_mini_batch(own, tmp_path):
     (tmp_path / "valued.py").write_text(
         "from dataclasses import dataclass\n\nimport torch\n\nfrom moerl.algorithms.columns import TokenLoss\n\n\n"
-        "@dataclass\nclass Valued:\n    metric_names = ()\n\n    def token_loss(self, columns):\n"
-        "        return TokenLoss(loss_T=-columns.values_T * columns.logp_T, clipped_T=torch.zeros_like(columns.mask_T))\n"
+        "@dataclass\nclass Valued:\n    metric_names = ('tokens', 'sequences')\n\n    def token_loss(self, columns):\n"
+        "        counts = {'tokens': columns.all_tokens, 'sequences': columns.all_sequences}\n"
+        "        return TokenLoss(loss_T=-columns.values_T * columns.logp_T, clipped_T=torch.zeros_like(columns.mask_T),\n"
+        "                         metrics={name: torch.full_like(columns.logp_T, count) for name, count in counts.items()})\n"
     )
     tokens = TokenArrays(mask=[[1, 1, 0]], logprobs=[[-1.0, -2.0, np.nan]], values=[[0.5, 0.25, np.nan]])
     settings = {"advantage": {"kind": "gae"}, "objective": {"kind": "custom", "path": "valued.py:Valued"}, "normalize_by": "token"}
     result = algorithm_loss(of_plain(settings), tokens, rewards=[1.0], groups=[0])
     assert result.gradient.tolist() == [[-0.25, -0.125, 0]]
+    assert result.metrics["objective"] == {"tokens": 2, "sequences": 1}
 
 
 @pytest.mark.parametrize(

@@ -44,29 +44,36 @@ def test_a_critic_goes_on_bit_for_bit_where_the_checkpoint_left_it(ppo, tmp_path
 
 
 @pytest.mark.matrix
-def test_answers_are_judged_by_a_model_on_its_own_rank_and_compared_with_a_teacher_s_and_one_s_own(tmp_path):
-    """Prompts of two sources: the teacher of one has the policy's initial weights, the policy itself sees no more than before in the other.
-    Nothing is to be learned from either at first."""
+def test_answers_are_judged_by_a_model_on_its_own_rank_and_compared_with_those_of_teachers_and_one_s_own(tmp_path):
+    """Prompts of three sources: the teachers of two have the policy's initial weights, the policy itself sees no more than before in the
+    third. Nothing is to be learned from any at first. The model goes on in a second run."""
     prompts = [
         {"prompt": [{"role": "user", "content": digit}], "data_source": source, "reward_model": {"ground_truth": truth}}
-        for source, truth in (("taught", "1"), ("shown", ""))
+        for source, truth in (("taught", "1"), ("other", "2"), ("shown", ""))
         for digit in "0123456789"
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in prompts))
     train(tmp_path, "num_steps=1", DIGIT, name="teacher")
     model = tmp_path / "teacher" / "model"
-    rows = train(
-        tmp_path, "num_steps=2", DIGIT, "algorithm=prime", "outcome_model.layout={ranks: 1}", "outcome_model.optimizer={lr: 0.01}",
+    teachers = ", ".join(f"{name}: {{path: {model}, data_sources: [{source}]}}" for name, source in (("one", "taught"), ("two", "other")))
+    prime = (
+        DIGIT, "algorithm=prime", "outcome_model.layout={ranks: 1}", "outcome_model.optimizer={lr: 0.01}", "save_every=1",
         "~data", f"+data={{kind: files, files: [{file}], chat_template: false, max_prompt_tokens: 4}}",
-        f"+distillation={{trains_rewards: true, shown: '{{answer}}', teachers: {{one: {{path: {model}, data_sources: [taught]}}}}}}",
-        name="prime",
+        f"+distillation={{trains_rewards: true, shown: '{{answer}}', teachers: {{{teachers}}}}}",
     )  # fmt: skip
+    rows = train(tmp_path, "num_steps=2", *prime, name="prime")
     assert all(0 < row["outcome_model/right"] < 1 for row in rows)
     assert rows[0]["outcome_model/loss"] == pytest.approx(math.log(2))
     assert all(row["companion/outcome_model/grad_norm"] > 0 for row in rows)
     assert abs(rows[0]["train/kl_teacher"]) < 1e-6 < abs(rows[1]["train/kl_teacher"])
     assert (tmp_path / "prime" / "logs" / "outcome_model-rank-0.log").exists()
+    whole = train(tmp_path, "num_steps=3", *prime, name="whole")
+    again = train(tmp_path, "num_steps=3", *prime, name="prime")
+    told = [{name: row[name] for name in row if name.startswith(("outcome_model/", "train/", "reward/"))} for row in (whole[2], again[2])]
+    assert told[0] == told[1] and told[0]["outcome_model/loss"] != rows[0]["outcome_model/loss"]
+    before, after = (checkpoint_tensors(tmp_path / run, "outcome_model") for run in ("whole", "prime"))
+    assert before == after
 
 
 @pytest.mark.matrix

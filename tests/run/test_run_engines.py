@@ -39,6 +39,8 @@ OF_FAMILY = dict.fromkeys(DENSE, ("train.layout.ep=1", "train.router_replay=off"
     "glm4_moe": ("train.mtp_loss=0.1",),
     "deepseek_v3": ("train.mtp_loss=0.1", "rollout.layout.mtp_tokens=2"),
 }
+FILTERED = {"sglang-qwen3": ("rollout.top_p=0.9", "rollout.top_k=20", "algorithm.kl_coefficient=0.1")}
+"""Without replay of what sampling left of the vocabulary the mismatch would be over 0.1."""
 BFLOAT16 = ("train.dtype=bfloat16", "weights.mismatch_limit=0.2", "groups_per_step=16", "model.scratch.num_layers=4")
 
 
@@ -88,7 +90,7 @@ def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
     character_tokenizer(64).save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
     model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
-    found = train_alone(tmp_path / "out", engine, *model, *OF_FAMILY.get(name, ()))
+    found = train_alone(tmp_path / "out", engine, *model, *OF_FAMILY.get(name, ()), *FILTERED.get(kind, ()))
     assert all(row["mismatch/mean"] < 2e-6 and row["train/grad_norm"] > 0 for row in found)
     assert all(row["routing/overlap"] == 1.0 for row in found if engine == "sglang" and name not in DENSE)
     assert all(1 <= row["fleet/acceptance_length"] <= 3 for row in found if name == "deepseek_v3")

@@ -200,17 +200,30 @@ def test_trainer_and_server_agree_on_what_top_p_left_and_differ_by_what_it_left_
 
 
 def test_parts_of_a_users_file_train_on_ranks_that_need_not_have_it(tmp_path, monkeypatch):
+    """An advantage by tokens, an objective and a correction, each with what the one before it left."""
     (tmp_path / "own.py").write_text(
-        "from dataclasses import dataclass\n\nimport torch\n\nfrom moerl.algorithms.columns import TokenLoss\n\n\n"
-        "@dataclass(frozen=True)\nclass Own:\n    scale: float\n    metric_names = ('one',)\n\n"
+        "from dataclasses import dataclass\n\nimport torch\n\n"
+        "from moerl.algorithms.advantages import Credit\nfrom moerl.algorithms.columns import TokenLoss, Weights\n\n\n"
+        "@dataclass(frozen=True)\nclass ByToken:\n    needs = {'tokens'}\n\n"
+        "    def __call__(self, step):\n        return Credit(advantages_N=1 + step.tokens.token_ids_N % 2 + step.tokens.rollout_N * 0)\n\n\n"
+        "@dataclass(frozen=True)\nclass Own:\n    scale: float\n    metric_names = ('one', 'credit')\n\n"
         "    def token_loss(self, columns):\n        loss_T = -self.scale * columns.advantage_T * columns.log_ratio_T().exp()\n"
         "        one_T = torch.ones_like(loss_T)\n"
-        "        return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(columns.mask_T), metrics={'one': one_T})\n"
+        "        metrics = {'one': one_T, 'credit': columns.advantage_T}\n"
+        "        return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(columns.mask_T), metrics=metrics)\n\n\n"
+        "@dataclass(frozen=True)\nclass Quarter:\n    needs = {'old_logprobs'}\n\n"
+        "    def weights(self, columns):\n"
+        "        return Weights(weight_T=torch.full_like(columns.logp_T, 0.25), is_bounded_T=columns.sums_T(columns.logp_T) < 0)\n"
     )
     monkeypatch.chdir(tmp_path)
     objective = "{kind: custom, path: own.py:Own, settings: {scale: 2.0}}"
-    rows = train(tmp_path, "num_steps=1", DIGIT, "~algorithm.objective", f"+algorithm.objective={objective}")
+    others = ("~algorithm.advantage", "+algorithm.advantage={kind: custom, path: 'own.py:ByToken'}")
+    corrections = "algorithm.corrections=[{kind: custom, path: 'own.py:Quarter'}]"
+    rows = train(tmp_path, "num_steps=1", DIGIT, *others, corrections, "~algorithm.objective", f"+algorithm.objective={objective}")
     assert rows[0]["objective/one"] == 1
+    assert 1 < rows[0]["objective/credit"] < 2
+    assert rows[0]["train/loss"] == pytest.approx(-2 * 0.25 * rows[0]["objective/credit"], rel=1e-5)
+    assert rows[0]["correction/weight"] == 0.25 and rows[0]["correction/bounded"] == 1
 
 
 def test_remax_draws_one_more_completion_of_every_prompt(tmp_path):

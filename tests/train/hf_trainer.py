@@ -147,7 +147,7 @@ class HFTrainGroup:
             columns = TokenColumns(
                 logp_T=logp_T, whole_logp_T=logp_T, old_logp_T=old_T, rollout_logp_T=column(batch.rollout_logprobs_T),
                 advantage_T=column(batch.advantages_T), mask_T=ones_T.bool(), tokens_T=ones_T * len(logp_T),
-                sequence_T=torch.zeros(len(logp_T), dtype=torch.int64), num_sequences=1,
+                sequence_T=torch.zeros(len(logp_T), dtype=torch.int64), num_sequences=1, all_tokens=len(logp_T), all_sequences=1,
             )  # fmt: skip
             found = loss.objective.token_loss(columns)
             loss_T, clipped_T = found.loss_T, found.clipped_T

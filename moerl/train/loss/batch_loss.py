@@ -105,11 +105,11 @@ def micro_batch_loss(
     """
     assert any(part is not None for part in (loss.objective, columns.ce_weight_T, columns.kl_weight_T)), "no token is trained by this loss"
     logp_T, entropy_T = at_least_float32(logp_T), at_least_float32(entropy_T)
-    tokens = token_columns(logp_T, columns, ranks)
+    tokens = token_columns(logp_T, columns, denominators, ranks)
     # An empty component keeps the gradient path of a micro-batch that has none.
     total, told = torch.where(tokens.mask_T, logp_T, 0.0).sum() * 0.0, Observed.nothing(tokens)
     if loss.objective is not None:
-        total, told = _rl(tokens, entropy_T, columns, loss, denominators)
+        total, told = _rl(tokens, entropy_T, columns, loss)
     whole_T = logp_T if columns.whole_logp_T is None else at_least_float32(columns.whole_logp_T)
     if columns.ce_weight_T is not None:
         total = total + _weighted(-whole_T, columns.ce_weight_T, denominators.num_ce)
@@ -130,7 +130,9 @@ def micro_batch_loss(
     return total, sums
 
 
-def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup | None = None) -> TokenColumns:
+def token_columns(
+    logp_T: Tensor, columns: LossColumns, denominators: Denominators, ranks: dist.ProcessGroup | None = None
+) -> TokenColumns:
     """Columns as objectives and corrections see them. Masked before any arithmetic: the gradient of torch.where is 0 there, while NaN * 0
     would be NaN."""
     mask_T = columns.response_mask_T if columns.kept_T is None else columns.response_mask_T & columns.kept_T
@@ -152,6 +154,8 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
         sequence_T=columns.sequence_T,
         num_sequences=columns.num_sequences,
         tokens_T=columns.response_tokens_T.to(logp_T.dtype).clamp(min=1),
+        all_tokens=max(denominators.num_tokens, 1),
+        all_sequences=max(denominators.num_sequences, 1),
         ranks=ranks,
     )
 
@@ -173,7 +177,7 @@ def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, at_least_float32(values_T.detach()), 0.0)
 
 
-def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Loss, denominators: Denominators) -> tuple[Tensor, Observed]:
+def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Loss) -> tuple[Tensor, Observed]:
     assert loss.objective is not None
     found = loss.objective.token_loss(tokens)
     loss_T, weight_T = found.loss_T, None if columns.correction_T is None else masked(columns.correction_T, tokens.mask_T)
@@ -195,7 +199,7 @@ def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Los
         loss_T = loss_T - loss.entropy_bonus * torch.where(tokens.mask_T, entropy_T, 0.0)
     if columns.rl_weight_T is not None:
         loss_T = loss_T * masked(columns.rl_weight_T, tokens.mask_T)
-    scale_T = _token_weights(tokens, loss, denominators)
+    scale_T = _token_weights(tokens, loss)
     total = torch.where(tokens.mask_T, loss_T * scale_T, 0.0).sum()
     seen = Observed(
         clipped_T=found.clipped_T, metrics=found.metrics, weight_T=weight_T, bounded_T=bounded_T, dropped_T=_dropped(columns)
@@ -237,16 +241,15 @@ def _from_teacher(distance_T: Tensor, logp_T: Tensor, columns: LossColumns) -> T
     return torch.where(has_fallen_T, 0.0, distance_T * ratio_T) + TEACHER_DRIFT * d_T**2
 
 
-def _token_weights(tokens: TokenColumns, loss: Loss, denominators: Denominators) -> Tensor | float:
+def _token_weights(tokens: TokenColumns, loss: Loss) -> Tensor | float:
     """Weights by which a response token's loss is multiplied, in their own dtype. Counts of 0 occur only where there is nothing to
     weigh."""
-    num_sequences = max(denominators.num_sequences, 1)
     match loss.normalize_by:
         case "token":
-            return 1.0 / max(denominators.num_tokens, 1)
+            return 1.0 / tokens.all_tokens
         case "sequence":
-            return 1.0 / (tokens.tokens_T * num_sequences)
+            return 1.0 / (tokens.tokens_T * tokens.all_sequences)
         case "sequence_sum":
-            return 1.0 / num_sequences
+            return 1.0 / tokens.all_sequences
     assert loss.fixed_length is not None, "normalize_by=fixed_length needs fixed_length"
-    return 1.0 / (num_sequences * loss.fixed_length)
+    return 1.0 / (tokens.all_sequences * loss.fixed_length)

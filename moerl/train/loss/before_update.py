@@ -30,18 +30,18 @@ def corrected(own: TrainBatch, loss: Loss, counts: Denominators, reduce: Reduce)
     if own.rl_weight_T is not None:
         own = replace(own, kept_T=own.rl_weight_T != 0)
     if loss.corrections_before:
-        own = _with_corrections(own, loss, reduce)
+        own = _with_corrections(own, loss, counts, reduce)
     return own, _counted(own, counts, reduce)
 
 
-def _with_corrections(own: TrainBatch, loss: Loss, reduce: Reduce) -> TrainBatch:
+def _with_corrections(own: TrainBatch, loss: Loss, counts: Denominators, reduce: Reduce) -> TrainBatch:
     """First what leaves the mini-batch: each looks at what those before it left, and all others at the rest."""
     assert own.old_logprobs_T is not None, "corrections before the update need old log-probs"
     wide = np.float64 if own.old_logprobs_T.dtype == np.float64 else np.float32
     bounded_T = np.zeros(len(own.token_ids_T), dtype=bool)
     factors = []
     for correction in loss.corrections_before:
-        micro, tokens = whole_columns(own)
+        micro, tokens = whole_columns(own, counts)
         weights = correction.weights(tokens)
         if weights.kept_T is None:
             factors.append(correction)
@@ -51,7 +51,7 @@ def _with_corrections(own: TrainBatch, loss: Loss, reduce: Reduce) -> TrainBatch
         kept_T = to_tokens(weights.kept_T, micro, fill=False)
         own = replace(own, kept_T=kept_T if own.kept_T is None else own.kept_T & kept_T)
         bounded_T |= to_tokens(weights.is_bounded_T, micro, fill=False)
-    micro, tokens = whole_columns(own)
+    micro, tokens = whole_columns(own, counts)
     weight_T = torch.ones_like(tokens.logp_T)
     for correction in factors:
         weights = correction.weights(tokens)
@@ -75,10 +75,10 @@ def _counted(own: TrainBatch, counts: Denominators, reduce: Reduce) -> Denominat
     return replace(counts, num_tokens=num_tokens, num_sequences=num_sequences, num_ce=num_ce, num_kl=num_kl)
 
 
-def selected(share: Share, whole: Batch, logprobs_T: np.ndarray, loss: Loss, reduce: Reduce) -> Share:
+def selected(share: Share, whole: Batch, counts: Denominators, logprobs_T: np.ndarray, loss: Loss, reduce: Reduce) -> Share:
     """With what the objective picks of the mini-batch `whole`, from its log-probs [T] under the policy as it is. Collective."""
     own, lengths = share.batch, whole.response_lengths
-    micro, tokens = whole_columns(own, share.gathered(logprobs_T, whole))
+    micro, tokens = whole_columns(own, counts, share.gathered(logprobs_T, whole))
     statistics_kT = loss.objective.statistics(tokens).double().cpu()  # type: ignore[union-attr]
     # Response tokens of the mini-batch in its order; those that corrections took out are not present.
     own_N = _places(share, whole)
@@ -104,7 +104,7 @@ def _places(share: Share, whole: Batch) -> Tensor:
     return torch.from_numpy(np.concatenate(spans or [np.zeros(0, dtype=np.int64)]))
 
 
-def whole_columns(own: TrainBatch, logprobs_T: np.ndarray | None = None) -> tuple[PackedMicroBatch, TokenColumns]:
+def whole_columns(own: TrainBatch, counts: Denominators, logprobs_T: np.ndarray | None = None) -> tuple[PackedMicroBatch, TokenColumns]:
     """All sequences as one micro-batch, under log-probs [T]; without them, those of the old policy."""
     micro = pack(replace(own, routes_T=None, sets=None), range(own.num_sequences), 1)
     columns = LossColumns.of(micro, device="cpu")
@@ -116,7 +116,7 @@ def whole_columns(own: TrainBatch, logprobs_T: np.ndarray | None = None) -> tupl
         logp_T = torch.where(index >= 0, torch.from_numpy(logprobs_T)[index.clamp(min=0)], 0.0)
     if logp_T.dtype != torch.float64:
         logp_T = logp_T.float()
-    return micro, token_columns(logp_T, columns)
+    return micro, token_columns(logp_T, columns, counts)
 
 
 def to_tokens(values_T: Tensor, micro: PackedMicroBatch, *, fill: float | bool) -> np.ndarray:

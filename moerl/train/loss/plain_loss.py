@@ -172,7 +172,7 @@ def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float
     own, counts = corrected(batch, loss_of_tokens, Denominators.of(batch), _alone)
     share = Share(batch=own, sequences=np.array(everything, dtype=np.int64), bins=[everything])
     if "whole_minibatch" in loss_of_tokens.needs:
-        share = selected(share, batch, logprobs, loss_of_tokens, _alone)
+        share = selected(share, batch, counts, logprobs, loss_of_tokens, _alone)
     micro = pack(share.batch, everything, 1)
     leaf = torch.tensor(logprobs, requires_grad=True)
     entropy = torch.zeros_like(leaf) if flat.entropy is None else torch.from_numpy(flat.column(flat.entropy))
