@@ -58,11 +58,11 @@ class TrainStep:
 
     def scores(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
         """[T] of all of `batch`, of which this rank computes its share: log-probs, or a critic's values."""
-        return self._scores(self.share(batch, plan), batch, records_routes=records_routes)
+        share = self.share(batch, plan)
+        return self._scores(share, batch, self.micro_batches(share), records_routes=records_routes)
 
-    def _scores(self, share: Share, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
+    def _scores(self, share: Share, batch: Batch, packed: list[PackedMicroBatch], *, records_routes: bool = False) -> np.ndarray:
         routing = self.model.routing
-        packed = self.micro_batches(share)
         with routing.run(packed, trains=False, notes=records_routes):
             outputs = self.run(packed, partial(_keep, _values if self.model.is_critic else self.token_logprobs), forward_only=True)
         routing.counts()
@@ -82,9 +82,8 @@ class TrainStep:
         began = time.perf_counter()
         share, denominators = self._before_update(batch, plan, loss)
         seconds = time.perf_counter() - began if "whole_minibatch" in loss.needs else 0.0
-        packed = self.micro_batches(share)
-        if self._train.router_replay == "trainer":
-            packed = self.kept_routes.take(packed)
+        packed = self._micro_batches_of_update(share)
+        self.kept_routes.drop()
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
@@ -136,8 +135,14 @@ class TrainStep:
         own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
         share = replace(share, batch=own)
         if "whole_minibatch" in loss.needs:
-            share = selected(share, batch, denominators, self._scores(share, batch), loss, reduce_over_shares)
+            logprobs_T = self._scores(share, batch, self._micro_batches_of_update(share))
+            share = selected(share, batch, denominators, logprobs_T, loss, reduce_over_shares)
         return share, denominators
+
+    def _micro_batches_of_update(self, share: Share) -> list[PackedMicroBatch]:
+        """With the routes that it replays."""
+        packed = self.micro_batches(share)
+        return self.kept_routes.given(packed) if self._train.router_replay == "trainer" else packed
 
     def loss(self, loss: Loss | ValueLoss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
         """Function of a micro-batch and the model's outputs that `run` takes for an update."""

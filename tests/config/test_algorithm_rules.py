@@ -31,7 +31,6 @@ def test_an_engine_must_say_what_it_leaves_of_the_vocabulary(overrides, said):
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
-        (["algorithm=m2po", "train.router_replay=rollout"], "train.router_replay", "must be off"),
         (["algorithm=gmpo", "algorithm.normalize_by=token"], "algorithm.normalize_by", "must be sequence for gmpo"),
         (["algorithm.normalize_by=fixed_length"], "algorithm.fixed_length", "must be given"),
         (["algorithm.fixed_length=8"], "algorithm.fixed_length", "has no effect"),
@@ -79,6 +78,11 @@ def test_what_does_not_go_together_is_refused(overrides, path, said):
 
 def test_without_a_comparison_of_samples_one_is_enough():
     assert load([DEMO, "algorithm=reinforce_pp", "group_size=1"]).group_size == 1
+
+
+@pytest.mark.parametrize("mode", ["rollout", "trainer"])
+def test_an_objective_that_chooses_from_the_mini_batch_goes_with_replayed_routes(mode):
+    assert "whole_minibatch" in load([DEMO, "algorithm=m2po", f"train.router_replay={mode}"]).algorithm.needs
 
 
 def test_stale_samples_need_a_correction():

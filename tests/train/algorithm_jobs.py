@@ -114,7 +114,8 @@ def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int])
 
 def _sets_of(batch: TrainBatch) -> SamplingSets:
     """Of two tokens in three a set of one to four, which follows from the token, whatever the order."""
-    rows = [sorted({token, *((token * factor + 1) % 90 for factor in range(token % 4))}) if token % 3 else [] for token in batch.token_ids_T]
+    others = [[(token * factor + 1) % 90 for factor in range(token % 4)] for token in batch.token_ids_T]
+    rows = [sorted({token, *more}) if token % 3 else [] for token, more in zip(batch.token_ids_T, others, strict=True)]
     return SamplingSets.of_counts(np.concatenate([np.array(row, dtype=np.int32) for row in rows]), np.array([len(row) for row in rows]))
 
 

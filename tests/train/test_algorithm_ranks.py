@@ -1,5 +1,5 @@
-"""Every algorithm and correction trains alike under every layout, split and order: loss, gradient (by the weights that a step along it leads
-to), metrics."""
+"""Every algorithm and correction trains alike under every layout, split and order: loss, gradient (by the weights that a step along it
+leads to), metrics."""
 
 from dataclasses import asdict, replace
 

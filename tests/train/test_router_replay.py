@@ -16,6 +16,7 @@ from replay_jobs import (
     first_gradients,
     noted_and_replayed,
     record_disturb_train,
+    select_under_replay,
     train_with_a_router_that_disobeys,
     train_without_recording,
 )
@@ -191,6 +192,17 @@ def test_packing_does_not_matter(mode, directories, one_process):
     for budget in (20, 4096):  # one sequence at a time; all in one row
         chosen = replaying(directories["qwen3_moe"], "one", mode, dtype="float64", micro_batch_tokens=budget)
         assert_same(run_ranks(job, 1, chosen, batch, 2), one_process[mode])
+
+
+@pytest.mark.parametrize("mode", ["trainer", "rollout"])
+def test_a_choice_from_the_whole_mini_batch_is_made_by_the_log_probs_of_the_update(mode, directories):
+    """Under the same routes, which are those of neither the routers as they are nor of another mini-batch."""
+    batch = random_batch() if mode == "trainer" else routed_batch("qwen3_moe")
+    chosen = replaying(directories["qwen3_moe"], "one", mode, dtype="float64")
+    parts, asked_N, free_N = run_ranks(select_under_replay, 1, chosen, batch)
+    assert len(parts) == 2
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), asked_N)
+    assert np.abs(asked_N - free_N).max() > 0.01
 
 
 # -- nothing changes where nothing should --------------------------------------------------------------------------

@@ -118,12 +118,6 @@ _NEEDS: dict[str, set[str]] = {
 
 def _needs_problems(config: RunConfig) -> Iterator[Problem]:
     needs = config.algorithm.needs
-    if "whole_minibatch" in needs and config.train.router_replay != "off":
-        reason = "its pass before an update routes tokens by itself, and would choose by other log-probs than the update has"
-        yield problem(
-            "train.router_replay", config.train.router_replay, "must be off for this objective", reason, "train.router_replay=off"
-        )
-
     if "tokens" in needs and config.train.router_replay == "rollout":
         reason = "the driver would fetch the routes of all tokens with them"
         fix = "train.router_replay=off or trainer, or an advantage without tokens in its needs"

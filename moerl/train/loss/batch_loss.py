@@ -130,9 +130,7 @@ def micro_batch_loss(
     return total, sums
 
 
-def token_columns(
-    logp_T: Tensor, columns: LossColumns, denominators: Denominators, ranks: dist.ProcessGroup | None = None
-) -> TokenColumns:
+def token_columns(logp_T: Tensor, columns: LossColumns, denominators: Denominators, ranks: dist.ProcessGroup | None = None) -> TokenColumns:
     """Columns as objectives and corrections see them. Masked before any arithmetic: the gradient of torch.where is 0 there, while NaN * 0
     would be NaN."""
     mask_T = columns.response_mask_T if columns.kept_T is None else columns.response_mask_T & columns.kept_T

@@ -254,9 +254,13 @@ class KeptRoutes:
         """Those of the micro-batches of the next mini-batch."""
         self._mini_batches.append([(micro.token_ids_T, table) for micro, table in zip(packed, routes, strict=True)])
 
-    def take(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+    def drop(self) -> None:
+        """Those of the next mini-batch, which the micro-batches have that were given them."""
+        del self._mini_batches[:1]
+
+    def given(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
         """The micro-batches of the next mini-batch with their routes. TrainError if they are not those the pass ran."""
-        kept = self._mini_batches.pop(0) if self._mini_batches else []
+        kept = self._mini_batches[0] if self._mini_batches else []
         same = len(kept) == len(packed) and all(np.array_equal(t, m.token_ids_T) for (t, _), m in zip(kept, packed, strict=True))
         if not same:
             raise TrainError(
