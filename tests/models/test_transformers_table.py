@@ -15,12 +15,20 @@ from moerl.models import transformers_table, user_cache
 MODELS = Path(transformers.__file__).parent / "models"
 IMPORT = """
 import sys
-opened = []
+from pathlib import Path
+opened, looked = [], []
 sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+sys.addaudithook(lambda event, args: event == "os.scandir" and looked.append(str(args[0])))
+search = Path.rglob
 from moerl.models.transformers_table import keep_table
 keep_table()
 from transformers import AutoConfig, Qwen3MoeConfig
+assert Path.rglob is search
+import transformers.models.qwen3_moe.modeling_qwen3_moe
+assert Path.rglob is search
+import transformers.models.clip.image_processing_clip_fast
 print(sum("/transformers/models/" in name and name.endswith(".py") for name in opened))
+print(sum("/transformers/models" in name for name in looked))
 """
 
 
@@ -39,7 +47,18 @@ def test_a_second_import_reads_the_table_and_not_the_sources_of_all_models(cache
     assert module.define_import_structure(MODELS, prefix="models") == read
     assert [file.suffix for file in cache.iterdir()] == [".json"]
     found = subprocess.run([sys.executable, "-c", IMPORT], env=os.environ | {"XDG_CACHE_HOME": str(cache.parent)}, capture_output=True)
-    assert 0 < int(found.stdout) < 100, found.stderr.decode()
+    sources, folders = map(int, found.stdout.split())
+    assert 0 < sources < 100 and folders < 100, found.stderr.decode()
+
+
+def test_the_list_of_files_has_what_a_search_of_the_folders_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, found = transformers_table._PROCESSORS, sorted(MODELS.rglob(transformers_table._PROCESSORS))
+    monkeypatch.setattr(Path, "rglob", Path.rglob)  # to be put back
+    transformers_table._search_list(SimpleNamespace(__file__=import_utils.__file__))
+    assert sorted(MODELS.rglob(pattern)) == found and len(found) > 100
+    assert sorted((MODELS / "clip").rglob(pattern)) == [file for file in found if file.parent.name == "clip"]
+    transformers_table._search_folders()
+    assert Path.rglob is transformers_table._SEARCH
 
 
 def test_a_table_that_cannot_be_kept_or_read_is_made_anew(cache: Path) -> None:
