@@ -100,6 +100,8 @@ class RequestQueue:
 
     def _assign(self) -> None:
         """Until nobody waits or no place is free."""
+        if not self._waiting:
+            return
         try:
             self._fleet.check()
         except Exception as error:  # also a bug of the watch: those who wait must hear of it
