@@ -152,18 +152,24 @@ def turns(is_response_T: np.ndarray, starts: np.ndarray, lengths_S: np.ndarray) 
     return number_N - number_N[first_N]
 
 
-def whitened(values: np.ndarray) -> np.ndarray:
-    """(x - mean) / sqrt(unbiased variance + 1e-8) over all of them."""
-    if len(values) < 2:
+def whitened(values: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
+    """(x - mean) / sqrt(unbiased variance + 1e-8), mean and variance over all of them. `counted`: bool, over these."""
+    counted = np.ones(len(values), dtype=bool) if counted is None else counted
+    if counted.sum() < 2:
         return np.zeros_like(values, dtype=np.float64)
-    centered = _centered(values)
-    return centered / np.sqrt(centered.var(ddof=1) + VARIANCE_EPSILON)
+    centered = _centered(values, counted)
+    return centered / np.sqrt(centered[counted].var(ddof=1) + VARIANCE_EPSILON)
 
 
-def _centered(values: np.ndarray) -> np.ndarray:
+def whitened_rewards(rewards_S: np.ndarray, lengths_S: np.ndarray) -> np.ndarray:
+    """float64 [S], over the samples that have a response token."""
+    return whitened(rewards_S.astype(np.float64), lengths_S > 0)
+
+
+def _centered(values: np.ndarray, counted: np.ndarray | slice = slice(None)) -> np.ndarray:
     # Rounding in the mean of equal values would leave a credit near 1e-10; subtracting one of them first makes it exactly 0.
-    shifted = values - values[0]
-    centered = shifted - shifted.mean()
+    shifted = values - values[counted][0]
+    centered = shifted - shifted[counted].mean()
     return np.where(is_rounding(centered, values), 0.0, centered)
 
 
@@ -213,8 +219,8 @@ def _maxrl(rewards: np.ndarray) -> np.ndarray:
 
 
 def is_rounding(difference: Any, rewards: np.ndarray) -> Any:
-    """A difference of rewards that is 0 but for rounding, which depends on the samples' order."""
-    return np.abs(difference) <= 1e-12 * np.abs(rewards).max(initial=0.0)
+    """A difference of rewards that is 0 but for rounding, which depends on the samples' order. None is where a reward is infinite."""
+    return np.isfinite(difference) & (np.abs(difference) <= 1e-12 * np.abs(rewards).max(initial=0.0))
 
 
 def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
@@ -225,8 +231,9 @@ def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
 
 
 def _gpg(step: ScoredStep) -> np.ndarray:
-    centered_S = _in_groups(step, _centered)
-    scaled: np.ndarray = centered_S * len(centered_S) / max(np.count_nonzero(~is_rounding(centered_S, step.rewards_S)), 1)
+    centered_S, has_tokens_S = _in_groups(step, _centered), step.lengths_S > 0
+    num_different = np.count_nonzero(has_tokens_S & ~is_rounding(centered_S, step.rewards_S))
+    scaled: np.ndarray = centered_S * has_tokens_S.sum() / max(num_different, 1)
     return scaled
 
 

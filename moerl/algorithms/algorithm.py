@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.algorithms.advantages import Credit, ScoredStep, estimator, is_rounding, whitened
+from moerl.algorithms.advantages import Credit, ScoredStep, estimator, is_rounding, whitened_rewards
 from moerl.algorithms.corrections import Correcting, correction_of
 from moerl.algorithms.kl_control import Estimator, adapted
 from moerl.algorithms.objectives import Objective, objective_of
@@ -111,7 +111,7 @@ class Algorithm:
         counts = [int(mask.sum()) for mask in masks]
         greedy_G = [0.0 if group.greedy is None else group.greedy.reward for group in groups]  # 0: its mask has no sample
         return ScoredStep(
-            rewards_S=whitened(rewards_S) if self.config.whiten_rewards else rewards_S.astype(np.float64),
+            rewards_S=whitened_rewards(rewards_S, lengths_S) if self.config.whiten_rewards else rewards_S.astype(np.float64),
             group_S=np.repeat(np.arange(len(groups)), counts),
             lengths_S=lengths_S,
             greedy_S=np.repeat(greedy_G, counts) if "greedy_sample" in self.config.needs else None,

@@ -86,7 +86,7 @@ class TokenLoss:
     loss_T: Tensor
     """With gradient; 0 or anything outside the mask."""
     clipped_T: Tensor
-    """bool: where the loss does not depend on the policy because of a bound."""
+    """bool: where the loss does not depend on the policy because of a bound; a second one, as the dual clip, has a metric of its own."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values [T] whose mean over response tokens is told as `objective/NAME`; names as in the objective's `metric_names`."""
 

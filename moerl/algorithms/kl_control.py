@@ -8,7 +8,7 @@ EXPONENT_LIMIT = 20.0
 """Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
 K3_LIMIT = 10.0
 
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased"]
+Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"]
 
 
 def kl_values(estimator: Estimator, logp_N: np.ndarray, other_logp_N: np.ndarray) -> np.ndarray:
@@ -27,5 +27,5 @@ def kl_values(estimator: Estimator, logp_N: np.ndarray, other_logp_N: np.ndarray
 
 def adapted(coefficient: float, *, kl: float, target: float, horizon: int, num_samples: int) -> float:
     """Coefficient after a step of `num_samples` whose mean KL was `kl`: times 1 + clip(kl / target - 1, +-0.2) * samples / horizon
-    (arXiv:1909.08593, section 2.2), but never less than halved: a step of more samples than the horizon would turn its sign."""
-    return coefficient * max(1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon, 0.5)
+    (arXiv:1909.08593, section 2.2). It turns its sign where a step has five times the horizon's samples, which a rule refuses."""
+    return coefficient * (1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon)

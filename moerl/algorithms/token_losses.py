@@ -75,9 +75,7 @@ def clipped_surrogate(config: PPOClip | GSPO | ClipCov, ratio_T: Tensor, advanta
         return TokenLoss(loss_T=loss_T, clipped_T=clipped_T)
     ceiling_T = -advantage_T * config.dual_clip
     over_T = (advantage_T < 0) & (loss_T > ceiling_T)
-    return TokenLoss(
-        loss_T=torch.where(over_T, ceiling_T, loss_T), clipped_T=clipped_T | over_T, metrics={"dual_clipped": over_T.to(loss_T.dtype)}
-    )
+    return TokenLoss(loss_T=torch.where(over_T, ceiling_T, loss_T), clipped_T=clipped_T, metrics={"dual_clipped": over_T.to(loss_T.dtype)})
 
 
 def _bounded(ratio_T: Tensor, config: Any) -> Tensor:
@@ -89,8 +87,8 @@ def _bounded(ratio_T: Tensor, config: Any) -> Tensor:
 
 def _gspo(config: GSPO, columns: TokenColumns) -> TokenLoss:
     # Straight through: the value of the sequence's ratio, and of each token the gradient of its own log-prob.
-    mean_T = columns.means_T(columns.log_ratio_T().detach()).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
-    ratio_T = torch.exp(mean_T + columns.logp_T - columns.logp_T.detach())
+    log_ratio_T = columns.means_T(columns.log_ratio_T().detach()) + (columns.logp_T - columns.logp_T.detach())
+    ratio_T = log_ratio_T.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
     advantage_T = columns.advantage_T if config.kind == "gspo_token" else columns.means_T(columns.advantage_T)
     return clipped_surrogate(config, ratio_T, advantage_T)
 

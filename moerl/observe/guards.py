@@ -55,9 +55,9 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
     """
     if on_policy and not stats.mismatch_mean <= limit:
         raise GuardError(mismatch_message(stats, limit, "first update"))
-    if own_old_logprobs and stats.kl_old != 0.0:
+    if own_old_logprobs and stats.first_kl_old != 0.0:
         raise GuardError(
-            f"first update: kl_old = {stats.kl_old!r}: must be exactly 0.0. The old log-probs are the trainer's own, from the same "
+            f"first update: kl_old = {stats.first_kl_old!r}: must be exactly 0.0. The old log-probs are the trainer's own, from the same "
             "weights, so the two forward passes differ. Likely causes: dropout that is not 0, different micro-batches in the two "
             "passes, kernels that are not deterministic (router or attention), weights that changed between the passes."
         )

@@ -106,7 +106,7 @@ class StepStats:
     entropy: float
     """Mean over response tokens, in nats."""
     kl_old: float
-    """k3 estimate of KL(policy || old policy) at the first mini-batch; exactly 0 when the old log-probs are the trainer's own."""
+    """k3 estimate of KL(old policy || policy)"""
     kl_reference: float | None
     """k3 estimate of KL(policy || reference); None without a reference."""
     clip_fraction: float
@@ -123,7 +123,9 @@ class StepStats:
     round_imbalance: float
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
     kl_old_k1: float = field(default=0.0, compare=False)
-    """k1 estimate of KL(old policy || policy), likewise."""
+    """k1 estimate of KL(old policy || policy)"""
+    first_kl_old: float = field(default=0.0, compare=False)
+    """kl_old of the first mini-batch; exactly 0 when the old log-probs are the trainer's own."""
     kl_coefficient: float | None = field(default=None, compare=False)
     """Coefficient of an adaptive KL; None: it is that of the settings."""
     mismatch: MismatchStats | None = field(default=None, compare=False)

@@ -28,10 +28,11 @@ def unbiased_variance(xs):
     return sum((x - m) ** 2 for x in xs) / (len(xs) - 1) if len(xs) > 1 else 0.0
 
 
-def whitened(xs):
-    """Numbers of a dict with mean 0 and variance 1."""
-    m, variance = mean(xs.values()), unbiased_variance(list(xs.values()))
-    return {key: (x - m) / math.sqrt(variance + 1e-8) for key, x in xs.items()}
+def whitened(xs, counted=None):
+    """Numbers of a dict, those with the keys `counted` (all) with mean 0 and variance 1."""
+    known = [xs[key] for key in (xs if counted is None else counted)]
+    m, variance = mean(known), unbiased_variance(known)
+    return {key: (x - m) / math.sqrt(variance + 1e-8) if len(known) > 1 else 0.0 for key, x in xs.items()}
 
 
 def response_tokens(mask):
@@ -87,7 +88,7 @@ def shaped_rewards(s, step):
     rewards = {k: reward for k, reward in enumerate(step.rewards) if not (s["overlong"] == "mask" and step.truncated[k])}
     if s["overlong"] == "penalty":
         rewards = {k: reward + overlong_penalty(s, step, k) for k, reward in rewards.items()}
-    return whitened(rewards) if s["whiten_rewards"] else rewards
+    return whitened(rewards, [k for k in rewards if step.tokens_of(k)]) if s["whiten_rewards"] else rewards
 
 
 def rewards_with_kl(s, step):
@@ -133,11 +134,16 @@ def advantage_of_sample(a, step, rewards, k):
         "dr_grpo": lambda: c,
         "rloo": lambda: c * n / (n - 1),
         "opo": lambda: rewards[k] - length_weighted_mean(step, rewards, group),
-        "gpg": lambda: c * len(rewards) / max(1, sum(centered(step, rewards, j) != 0 for j in rewards)),
+        "gpg": lambda: gpg(step, rewards, c),
         "maxrl": lambda: c / mean_g if mean_g != 0 else 0.0,
         "passk": lambda: lead_of_best(rewards, group, k) / (std_g + 1e-6 if a["by_std"] else 1.0),
     }
     return kinds[a["kind"]]() if n > 1 else 0.0
+
+
+def gpg(step, rewards, c):
+    with_tokens = [j for j in rewards if step.tokens_of(j)]
+    return c * len(with_tokens) / max(1, sum(centered(step, rewards, j) != 0 for j in with_tokens))
 
 
 def by_token(kind, step, rewards):
@@ -234,8 +240,8 @@ def ppo_clip(A, r, o):
 
 
 def sequence_ratio(x, k):
-    """exp(mean d) of the sequence; the gradient for a token is that of its own log-prob."""
-    return exp(mean(x.sequence(x.sg_d, k))) * math.exp(x.logp[k] - x.sg[k])
+    """exp(mean d) of the sequence; the gradient for a token is that of its own log-prob, as long as the mean is not clamped."""
+    return exp(mean(x.sequence(x.sg_d, k)) + x.logp[k] - x.sg[k])
 
 
 def clipped_d(A, d, o):

@@ -243,11 +243,35 @@ def test_a_step_without_a_trained_token_has_no_loss(kind):
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 @pytest.mark.parametrize("overlong", OVERLONG)
-def test_a_reward_that_is_not_finite_is_refused(reward, overlong):
+def test_a_reward_that_is_not_finite_is_refused_unless_nothing_of_it_is_trained_on(reward, overlong):
     step, logp = random_step(4)
-    step.rewards[0], step.truncated[0] = reward, True
-    with pytest.raises(ValueError, match="finite"):
-        project({"advantage": KINDS["grpo"], **overlong}, step, logp)
+    s, step.truncated[0] = {"advantage": KINDS["grpo"], **overlong}, True
+    of_others = project(s, step, logp)
+    step.rewards[0] = reward
+    if overlong["overlong"] == "mask":
+        assert project(s, step, logp).advantages.tolist() == of_others.advantages.tolist()
+    else:
+        with pytest.raises(ValueError, match="finite"):
+            project(s, step, logp)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"maxrl"}))
+def test_rows_of_padding_change_nothing_whatever_their_rewards_are(kind):
+    """Groups of their own or of others, whitened or not."""
+    tokens = {"mask": [[1, 1], [1, 0], [1, 1]], "logprobs": [[-1.0, -2.0], [-1.0, 0], [-0.5, -1.5]]}
+    tokens |= dict.fromkeys(("reference_logprobs", "process_logprobs", "values"), tokens["logprobs"])
+    given = {"rewards": [1.0, 0.0, 0.5], "groups": [0, 0, 0], "greedy_rewards": [0.2, 0.2, 0.2]}
+    padded = {name: [*rows, [0, 0] if name == "mask" else [math.nan, math.inf]] for name, rows in tokens.items()}
+    for whiten in (False, True) if kind != "remax" else (False,):
+        algorithm = of_plain(PLAIN | {"advantage": KINDS[kind], "whiten_rewards": whiten})
+        alone = algorithm_loss(algorithm, TokenArrays(**tokens), **given)
+        for group, reward in ((0, math.nan), (7, math.inf), (7, 3.0)):
+            more = {"rewards": [*given["rewards"], reward], "groups": [0, 0, 0, group], "greedy_rewards": [0.2, 0.2, 0.2, math.nan]}
+            if math.isfinite(reward):
+                more["greedy_rewards"][-1] = 9.0
+            found = algorithm_loss(algorithm, TokenArrays(**padded), **more)
+            assert found.advantages[:3].tolist() == alone.advantages.tolist()
+            assert found.loss == alone.loss and not found.advantages[3].any()
 
 
 # Models beside the policy: their losses, and gradients by differences

@@ -284,16 +284,21 @@ def mismatch(tokens, trainer, server):
     }
 
 
+def is_beyond(A, r, o):
+    """The ratio's clip alone."""
+    return plain.ppo_clip(A, r, o | {"dual_clip": None}) != -A * r
+
+
 def is_clipped(o, x, k, chosen):
     """Whether a clip, a choice or a region gives the token another loss than without it."""
     A, d, r = x.A[k], x.d[k], plain.exp(x.d[k])
     kinds = {
-        "ppo_clip": lambda: plain.ppo_clip(A, r, o) != -A * r,
-        "gspo_token": lambda: plain.ppo_clip(A, plain.sequence_ratio(x, k), o) != -A * plain.sequence_ratio(x, k),
-        "gspo": lambda: plain.ppo_clip(mean_A := plain.mean(x.sequence(x.A, k)), s := plain.sequence_ratio(x, k), o) != -mean_A * s,
+        "ppo_clip": lambda: is_beyond(A, r, o),
+        "gspo_token": lambda: is_beyond(A, plain.sequence_ratio(x, k), o),
+        "gspo": lambda: is_beyond(plain.mean(x.sequence(x.A, k)), plain.sequence_ratio(x, k), o),
         "cispo": lambda: plain.clip(r, o) != r,
         "gmpo": lambda: plain.clipped_d(A, d, o) != d,
-        "clip_cov": lambda: k in chosen or plain.ppo_clip(A, r, o) != -A * r,
+        "clip_cov": lambda: k in chosen or is_beyond(A, r, o),
         "m2po": lambda: k in chosen,
     }
     regions = dict.fromkeys(("dppo_tv", "dppo_kl", "dppo_tv_prime", "ipo"), lambda: not plain.is_inside(o, x, k))
@@ -313,7 +318,8 @@ def is_bounded(c, x, k):
 def test_mismatch_is_told_of_all_tokens_that_servers_sampled(seed, old, mu, rejects):
     case = Case(seed, old=old, mu=mu)
     metrics = case.project(PLAIN | {"corrections": [REJECTIONS["k1_token"]] * rejects}).metrics
-    stated = mismatch(plain.response_tokens(case.mask), case.logp, case.mu or case.old or case.logp)
+    trainer = case.old or case.logp  # rho is of the policy before the update
+    stated = mismatch(plain.response_tokens(case.mask), trainer, case.mu or trainer)
     told = dataclasses.asdict(metrics["mismatch"]) | {name: metrics[f"mismatch_{name}"] for name in ("mean", "max")}
     assert told | {"k3": metrics["mismatch_kl"]} == pytest.approx(stated, rel=1e-9, abs=1e-12)
 
@@ -325,7 +331,7 @@ def test_clips_and_the_kl_from_the_old_policy_are_told(name, seed, old, rejects)
     case, o = Case(seed, old=old), OBJECTIVES[name]
     result, _, (x, _) = assert_as_stated({"objective": o, "corrections": [REJECTIONS["k1_token"]] * rejects}, case)
     chosen, told = plain.chosen_tokens(o, x), result.metrics
-    assert told["kl_old"] == pytest.approx(plain.mean(plain.kl_value("k3", d, 1) for d in x.d.values()), rel=1e-9, abs=1e-14)
+    assert told["kl_old"] == pytest.approx(plain.mean(plain.kl_value("k3", -d, 1) for d in x.d.values()), rel=1e-9, abs=1e-14)
     assert told["kl_old_k1"] == pytest.approx(plain.mean(-d for d in x.d.values()), rel=1e-9, abs=1e-14)
     assert told["clip_fraction"] == pytest.approx(plain.mean(float(is_clipped(o, x, k, chosen)) for k in x.tokens))
     if o["kind"] in ("clip_cov", "kl_cov", "m2po"):
@@ -341,6 +347,8 @@ def test_a_dual_clip_is_told_apart(name, seed):
     chosen, without = plain.chosen_tokens(o, x), o | {"dual_clip": None}
     bounded = [plain.objective(o, x, k, chosen) != plain.objective(without, x, k, chosen) for k in x.tokens]
     assert result.metrics["objective"].get("dual_clipped") == pytest.approx(plain.mean(map(float, bounded)))
+    alone = case.project(PLAIN | {"objective": without}).metrics["clip_fraction"]
+    assert result.metrics["clip_fraction"] == pytest.approx(alone)
 
 
 @few(25)
@@ -385,5 +393,5 @@ def test_nan_outside_the_mask_changes_no_bit(seed, objective, corrections, old):
 @few(20)
 @given(st.floats(0, 1), st.floats(0.001, 1), st.integers(1, 10_000), st.integers(1, 10_000))
 def test_an_adaptive_coefficient_steers_as_stated(kl, target, horizon, n):
-    stated = 0.1 * max(1 + plain.clamp(kl / target - 1, -0.2, 0.2) * n / horizon, 0.5)
+    stated = 0.1 * (1 + plain.clamp(kl / target - 1, -0.2, 0.2) * n / horizon)
     assert adapted(0.1, kl=kl, target=target, horizon=horizon, num_samples=n) == pytest.approx(stated)

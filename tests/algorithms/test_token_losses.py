@@ -26,7 +26,7 @@ def scalar_ppo(logp, old, advantage, low, high, dual):
     if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
         loss, slope, clipped = -advantage * (1 + high if advantage > 0 else 1 - low), 0.0, True
     if dual is not None and advantage < 0 and ratio > dual:
-        loss, slope, clipped = -advantage * dual, 0.0, True
+        loss, slope = -advantage * dual, 0.0  # told apart
     return loss, slope, clipped
 
 

@@ -50,6 +50,15 @@ def test_an_engine_must_say_what_it_leaves_of_the_vocabulary(overrides, said):
             "algorithm.kl_estimator", "is for kl_in=loss",
         ),
         (["algorithm.kl_target=0.1"], "algorithm.kl_target", "needs kl_coefficient > 0"),
+        (
+            ["algorithm.kl_target=0.1", "algorithm.kl_coefficient=0.1", "algorithm.kl_horizon=51"],
+            "algorithm.kl_horizon", "must be over 51, a fifth of a step's samples",
+        ),
+        (
+            ["algorithm.corrections=[{kind: rejection, statistic: k3, low: 0.1}]"],
+            "algorithm.corrections.0.low", "must be null for k3",
+        ),
+        (["algorithm.drift_penalty=0.1"], "algorithm.drift_penalty", "has no effect with one update per step"),
         (["rollout.top_k=1"], "rollout.top_k", "must be 0 or at least 2"),
         (["rollout.top_p=0.9", "train.sampling_replay=off"], "train.sampling_replay", "weights.mismatch_limit=0.21"),
         (["rollout.top_k=4", "rollout.engine=fake"], "rollout.top_k", "needs rollout.engine=hf"),

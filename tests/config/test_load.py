@@ -59,7 +59,7 @@ def test_a_group_file_replaces_the_recipes_choice():
         ("num_steps=null", "num_steps", "must be an integer > 0"),
         ("name=3", "name", "must be text"),
         ("deterministic=1", "deterministic", "must be true or false"),
-        ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low", "must be a number > 0 and < 1"),
+        ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low", "must be a number > 0 and <= 1"),
         ("algorithm.objective.dual_clip=1", "algorithm.objective.dual_clip", "must be a number > 1, or null"),
         ("train.optimizer.betas=[0.9]", "train.optimizer.betas", "must be a list of 2 values"),
         ("train.optimizer.betas=[0.9,b]", "train.optimizer.betas.1", "must be a number"),

@@ -27,7 +27,7 @@ def test_finite_steps_pass(make_stats):
 
 
 def test_agreement_passes(make_stats):
-    check_first_step(make_stats(mismatch_mean=1e-4, kl_old=0.0, kl_reference=0.0), **AGREED)
+    check_first_step(make_stats(mismatch_mean=1e-4, first_kl_old=0.0, kl_reference=0.0), **AGREED)
 
 
 @pytest.mark.parametrize("mean", [1.1e-4, float("nan")])
@@ -43,8 +43,8 @@ def test_samples_of_older_weights_may_differ(make_stats):
 @pytest.mark.parametrize("value", [1e-12, float("nan")])
 def test_own_old_logprobs_must_agree_to_the_last_bit(make_stats, value):
     with pytest.raises(GuardError, match="kl_old"):
-        check_first_step(make_stats(kl_old=value), **AGREED)
-    check_first_step(make_stats(kl_old=value), **{**AGREED, "own_old_logprobs": False})
+        check_first_step(make_stats(first_kl_old=value), **AGREED)
+    check_first_step(make_stats(first_kl_old=value), **{**AGREED, "own_old_logprobs": False})
 
 
 def test_the_reference_is_the_policy_only_in_a_fresh_run(make_stats):

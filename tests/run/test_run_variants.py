@@ -41,7 +41,7 @@ def copied(tp_gloo, tmp_path):
 def test_tensor_parallel_ranks_push_over_gloo_and_take_two_updates_per_step(tp_gloo):
     rows = tp_gloo[1]
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["train/kl_old"] == 0.0 for row in rows)
+    assert all(0 < row["train/kl_old"] < 0.1 for row in rows)  # the second update's; the guard of the first step wants 0 of the first
     assert all(row["mismatch/mean"] < 1e-6 for row in rows)
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
 

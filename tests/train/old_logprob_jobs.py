@@ -14,8 +14,8 @@ REFERENCE = loss_of(algorithm("grpo", "kl_coefficient=0.1"))
 
 
 def first_steps(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[tuple[float, float]]]:
-    """For each model, of a step on each batch as the loop makes it: `kl_old`, and on the first batch, where the policy is the reference,
-    the largest difference of their log-probs (0 on the others)."""
+    """For each model, of a step on each batch as the loop makes it: `first_kl_old`, and on the first batch, where the policy is the
+    reference, the largest difference of their log-probs (0 on the others)."""
     from moerl.train.megatron.megatron_model import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
@@ -29,6 +29,6 @@ def first_steps(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch])
             difference = 0.0 if steps else float(np.abs(reference_T - old_T).max())
             given = replace(batch, old_logprobs_T=old_T, reference_logprobs_T=reference_T)
             stats = engine.update(given, REFERENCE, lr=1e-3, num_updates=settings.train.updates_per_step)
-            steps.append((stats.kl_old, difference))
+            steps.append((stats.first_kl_old, difference))
         found.append(steps)
     return found

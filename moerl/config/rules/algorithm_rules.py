@@ -36,6 +36,7 @@ def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from _needs_problems(config)
         yield from _old_policy_problems(config)
     yield from _objective_problems(config.algorithm)
+    yield from _kl_problems(config)
     yield from _filter_problems(config)
     yield from _advantage_problems(config)
     yield from _bound_problems(config.algorithm)
@@ -126,6 +127,13 @@ def _needs_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _old_policy_problems(config: RunConfig) -> Iterator[Problem]:
     algorithm, old = config.algorithm, config.train.old_logprobs
+    if algorithm.drift_penalty > 0 and old == "trainer" and config.train.updates_per_step == 1:
+        rule, reason = (
+            "has no effect with one update per step",
+            "the policy has not moved from the old one, and neither has the penalty a gradient",
+        )
+        fix = "algorithm.drift_penalty=0, or train.updates_per_step=2"
+        yield problem("algorithm.drift_penalty", algorithm.drift_penalty, rule, reason, fix)
     by_rho = [each for each in algorithm.corrections if isinstance(each, TIS | IcePop | Rejection | SequenceMaskTIS)]
     if old == "rollout" and by_rho:
         rule = "has no effect with train.old_logprobs=rollout"
@@ -155,12 +163,21 @@ def _objective_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if normalize_by != "fixed_length" and algorithm.fixed_length is not None:
         rule, reason = "has no effect", f"it belongs to normalize_by=fixed_length, and normalize_by={normalize_by}"
         yield problem("algorithm.fixed_length", algorithm.fixed_length, rule, reason, "leave it out, or normalize_by=fixed_length")
+
+
+def _kl_problems(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
     if algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward" and algorithm.kl_estimator == "unbiased":
         reason = "its weight is policy / old policy, which is 1 before the update"
         yield problem("algorithm.kl_estimator", "unbiased", "is for kl_in=loss", reason, "algorithm.kl_estimator=k3")
     if algorithm.kl_target is not None and algorithm.kl_coefficient == 0:
         reason = "a coefficient of 0 stays 0, whatever it is multiplied by"
         yield problem("algorithm.kl_target", algorithm.kl_target, "needs kl_coefficient > 0", reason, "algorithm.kl_coefficient=0.001")
+    samples = config.groups_per_step * config.group_size
+    if algorithm.kl_target is not None and 5 * algorithm.kl_horizon <= samples:
+        rule = f"must be over {samples // 5}, a fifth of a step's samples"
+        reason = "a step far below the target would turn the coefficient's sign"
+        yield problem("algorithm.kl_horizon", algorithm.kl_horizon, rule, reason, f"algorithm.kl_horizon={samples}")
 
 
 def _advantage_problems(config: RunConfig) -> Iterator[Problem]:
@@ -234,6 +251,9 @@ def _bound_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         if is_ratio and (low or 0) < (math.inf if high is None else high) and not (low or 0) < 1 < (math.inf if high is None else high):
             reason = "rho is 1 where server and trainer agree, and everything would be outside"
             yield problem(path, {"low": low, "high": high}, "must have 1 between its bounds", reason, f"{path}.low=0.5 {path}.high=2.0")
+        if isinstance(correction, Rejection) and correction.statistic != "k1" and low:
+            reason = f"{correction.statistic} is 0 where server and trainer agree, and those tokens would be outside"
+            yield problem(f"{path}.low", low, f"must be null for {correction.statistic}", reason, f"{path}.low=null")
         if isinstance(correction, Rejection) and low is None and high is None:
             yield problem(f"{path}.high", None, "needs a bound", "without low and high nothing is rejected", f"{path}.high=2.0")
 

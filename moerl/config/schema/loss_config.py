@@ -12,7 +12,7 @@ from pydantic import Field
 from moerl.config.schema.custom_part import CustomPart, Need
 from moerl.config.schema.strict import Strict
 
-Below = Annotated[float, Field(gt=0, lt=1)]
+Below = Annotated[float, Field(gt=0, le=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Divergence = Annotated[float, Field(gt=0, lt=1)]
 
@@ -157,6 +157,7 @@ ObjectiveConfig = Annotated[
 # -- corrections -----------------------------------------------------------------------------------------------
 
 Bound = Annotated[float, Field(gt=0, le=1e9)]
+BoundBelow = Annotated[float, Field(ge=0, le=1e9)]
 Level = Literal["token", "sum", "mean", "max"]
 """Reach of a statistic: a token, or the response tokens of a sequence."""
 
@@ -182,7 +183,7 @@ class IcePop(Strict):
     """rho inside [low, high], 0 outside. The token stays in every count."""
 
     kind: Literal["icepop"]
-    low: Bound = 0.5
+    low: BoundBelow = 0.5
     high: Bound = 5.0
     needs: ClassVar[frozenset[Need]] = frozenset()
 
@@ -197,7 +198,7 @@ class Rejection(Strict):
     for k2 and k3, and of exp(-k1) for k1: of rho, the product of a sequence's, their geometric mean, or the largest."""
     level: Level = "mean"
     """token: each for itself. sum, mean, max: over a sequence, which goes as a whole."""
-    low: Annotated[float, Field(ge=0)] | None = None
+    low: BoundBelow | None = None
     """None: no bound below."""
     high: Bound | None = None
     needs: ClassVar[frozenset[Need]] = frozenset({"old_logprobs"})
@@ -209,7 +210,7 @@ class OffPolicySequenceMask(Strict):
     probability."""
 
     kind: Literal["opsm"]
-    delta: Bound = 0.1
+    delta: BoundBelow = 0.1
     needs: ClassVar[frozenset[Need]] = frozenset()
 
 
@@ -218,7 +219,7 @@ class SequenceMaskTIS(Strict):
     """rho of a token, not truncated; 0 for a sequence whose geometric mean of rho leaves [low, high]."""
 
     kind: Literal["sequence_mask_tis"]
-    low: Bound = 0.99
+    low: BoundBelow = 0.99
     high: Bound = 1.01
     needs: ClassVar[frozenset[Need]] = frozenset()
 

@@ -220,8 +220,10 @@ def _nothing_left(groups: Sequence[Group]) -> str:
     errors = [error for group in groups for error in group.errors]
     errors += [sample.score.error for group in groups for sample in group.samples if sample.score.error is not None]
     truncated = sum(sample.completion.finish_reason == "length" for group in groups for sample in group.samples)
+    empty = sum(sample.num_tokens == 0 for group in groups for sample in group.samples)
     first = f", the first: {errors[0]}" if errors else ""
     return (
-        f"batch of {len(groups)} groups = 0 samples to train on: {len(errors)} could not be scored{first}; {truncated} were truncated. "
-        "Mend the reward, raise rollout.max_response_tokens, or do not mask truncated samples"
+        f"batch of {len(groups)} groups = 0 samples to train on: {len(errors)} could not be scored{first}; {truncated} were truncated, "
+        f"{empty} without a token. Mend the reward, raise rollout.max_response_tokens, do not mask truncated samples, or see what the "
+        "servers answered (algorithm.overlong, dump_every)"
     )

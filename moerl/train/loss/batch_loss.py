@@ -79,6 +79,7 @@ class LossColumns:
     proximal_T: Tensor | None = None  # float32
     values_T: Tensor | None = None  # float32
     server_T: Tensor | None = None  # int16
+    trainer_logprobs_T: Tensor | None = None  # what is compared with the server's; None: the policy's as it is
     whole_logp_T: Tensor | None = None  # with gradient: of the whole vocabulary, where log-probs are of a part; None: they are the same
 
     @classmethod
@@ -120,9 +121,10 @@ def micro_batch_loss(
     taught_T = None if columns.kl_weight_T is None else columns.kl_weight_T != 0
     with torch.no_grad():
         sampled_T = columns.response_mask_T
+        compared_T = logp_T if columns.trainer_logprobs_T is None else columns.trainer_logprobs_T
         sums = observed_sums(
             total, tokens, told, sampled_T,
-            logp_T=masked(logp_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
+            logp_T=masked(compared_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
             entropy_T=masked(entropy_T, tokens.mask_T), metric_names=loss.metric_names,
             server_T=columns.server_T, num_servers=denominators.num_servers,
             distance_T=distance_T, taught_T=taught_T,

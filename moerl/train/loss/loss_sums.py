@@ -106,7 +106,7 @@ def observed_sums(
         "loss": loss.double(),
         "num_tokens": mask_T.double().sum(),
         "entropy": entropy_T.double().sum(),
-        "kl_old": kl_k3(policy_T, old_T).sum(),
+        "kl_old": kl_k3(old_T, policy_T).sum(),
         "kl_old_k1": (old_T - policy_T).sum(),
         "kl_reference": nothing if reference_T is None else kl_k3(tokens.whole_logp_T.double(), reference_T.double()).sum(),
         "clipped": (seen.clipped_T & mask_T).double().sum(),
@@ -150,8 +150,8 @@ def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) ->
 def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, trains_mtp: bool) -> dict[str, Any]:
     """Fields of StepStats from the sums of each mini-batch of a step, in order, reduced over every rank.
 
-    loss, mtp_loss: mean over the mini-batches. kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference: None
-    without a reference. The rest: token means over the step.
+    loss, mtp_loss: mean over the mini-batches. first_kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference:
+    None without a reference. The rest: token means over the step.
     """
     per_batch = [batch.by_name() for batch in mini_batches]
     first = per_batch[0]
@@ -167,8 +167,9 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
         "loss": sum(batch["loss"] for batch in per_batch) / len(per_batch),
         "num_tokens": round(num_tokens),
         "entropy": mean("entropy"),
-        "kl_old": first_mean("kl_old", "num_tokens"),
-        "kl_old_k1": first_mean("kl_old_k1", "num_tokens"),
+        "kl_old": mean("kl_old"),
+        "kl_old_k1": mean("kl_old_k1"),
+        "first_kl_old": first_mean("kl_old", "num_tokens"),
         "kl_reference": mean("kl_reference") if uses_reference else None,
         "clip_fraction": mean("clipped"),
         "correction_weight": mean("weight"),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened
+from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened_rewards
 from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.outcome_loss import outcome_loss
@@ -122,8 +122,10 @@ def algorithm_loss(
     if "greedy_sample" in config.needs and scored.greedy_S is None:
         raise ValueError("greedy_rewards = None: must be given, because they are the baseline")
     built = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
-    is_trained_S = scored.is_trained_S(config)
-    step = scored.step(config, built.max_response_tokens, flat, owner)
+    lengths_S = np.bincount(owner, weights=flat.counts(), minlength=len(scored.rewards_S)).astype(np.int64)
+    is_trained_S = scored.is_trained_S(config, lengths_S)
+    scored.check_rewards(is_trained_S, uses_greedy="greedy_sample" in config.needs)
+    step = scored.step(config, built.max_response_tokens, lengths_S, is_trained_S)
     flat = flat.without(~is_trained_S[owner])
     credit = built.credit(replace(step, tokens=flat.scored(config, step.lengths_S)))
     advantages_T, returns_N = flat.spread(credit.by_token(step)), credit.checked_returns(step)
@@ -177,7 +179,10 @@ def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float
     leaf = torch.tensor(logprobs, requires_grad=True)
     entropy = torch.zeros_like(leaf) if flat.entropy is None else torch.from_numpy(flat.column(flat.entropy))
     logp_T, entropy_T = (_at_labels(values, micro) for values in (leaf, entropy))
-    loss, sums = micro_batch_loss(logp_T, entropy_T, LossColumns.of(micro, device="cpu"), loss_of_tokens, counts)
+    columns = LossColumns.of(micro, device="cpu")
+    if flat.old_logprobs is not None and flat.versions is None:
+        columns = replace(columns, trainer_logprobs_T=_at_labels(torch.from_numpy(flat.column(flat.old_logprobs)), micro))
+    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, counts)
     loss.backward()
     assert leaf.grad is not None
     return float(loss.detach()), leaf.grad.numpy(), sums, share.batch.kept_T
@@ -198,18 +203,19 @@ class _Scored:
     greedy_S: np.ndarray | None
     is_truncated_S: np.ndarray
 
-    def is_trained_S(self, config: AlgorithmConfig) -> np.ndarray:
-        return ~self.is_truncated_S if config.overlong == "mask" else np.ones(len(self.rewards_S), dtype=bool)
+    def is_trained_S(self, config: AlgorithmConfig, lengths_S: np.ndarray) -> np.ndarray:
+        """Without those whose reward is padding, as their tokens."""
+        is_padding_S = (lengths_S == 0) & ~np.isfinite(self.rewards_S)
+        return ~is_padding_S & ~(self.is_truncated_S & (config.overlong == "mask"))
 
-    def step(self, config: AlgorithmConfig, max_response_tokens: int, flat: "_Flat", owner: np.ndarray) -> ScoredStep:
+    def step(self, config: AlgorithmConfig, max_response_tokens: int, lengths_S: np.ndarray, trained_S: np.ndarray) -> ScoredStep:
         """Samples that are trained on, without columns of tokens."""
-        trained_S = self.is_trained_S(config)
-        lengths_S = np.bincount(owner, weights=flat.counts(), minlength=len(self.rewards_S)).astype(np.int64)
         rewards_S = self.rewards_S
         if config.overlong == "penalty":
             rewards_S = rewards_S + overlong_penalty(config, max_response_tokens, lengths_S, self.is_truncated_S)
+        rewards_S = rewards_S[trained_S]
         return ScoredStep(
-            rewards_S=whitened(rewards_S[trained_S]) if config.whiten_rewards else rewards_S[trained_S],
+            rewards_S=whitened_rewards(rewards_S, lengths_S[trained_S]) if config.whiten_rewards else rewards_S,
             group_S=self.group_S[trained_S],
             lengths_S=lengths_S[trained_S],
             greedy_S=None if self.greedy_S is None else self.greedy_S[trained_S],
@@ -221,13 +227,17 @@ class _Scored:
         wrong = [f"{name} {column.shape}" for name, column in others.items() if column is not None and column.shape != shape]
         if len(shape) != 1 or wrong:
             raise ValueError(f"rewards {shape}, {', '.join(wrong)}: must be one number each for every sample")
-        given = np.concatenate([rewards_S] if self.greedy_S is None else [rewards_S, self.greedy_S])
-        if not np.isfinite(given).all():
-            unsound = given[~np.isfinite(given)].tolist()
-            raise ValueError(f"rewards {unsound}: must be finite, because one would make all weights NaN")
         is_known = len(owner) == 0 or 0 <= owner[0] <= owner[-1] < len(rewards_S)
         if len(owner) != flat.num_sequences or (np.diff(owner) < 0).any() or not is_known:
             raise ValueError(f"samples {owner.tolist()}: must be a sample of 0 to {len(rewards_S) - 1} for each sequence, ascending")
+
+    def check_rewards(self, trained_S: np.ndarray, *, uses_greedy: bool) -> None:
+        given = self.rewards_S[trained_S]
+        if uses_greedy and self.greedy_S is not None:
+            given = np.concatenate([given, self.greedy_S[trained_S]])
+        if not np.isfinite(given).all():
+            unsound = given[~np.isfinite(given)].tolist()
+            raise ValueError(f"rewards {unsound}: must be finite, because one would make all weights NaN")
 
 
 def _alone(values: torch.Tensor) -> None:
@@ -298,7 +308,7 @@ class _Flat:
             old, reference = (torch.from_numpy(column[self.mask]) for column in (before, _given(self.reference_logprobs, "a KL")))
             penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.ones_like(old)).numpy()
         if self.process_logprobs is not None:
-            process = (self.process_logprobs - _given(self.reference_logprobs, "prime"))[self.mask]
+            process = self.process_logprobs[self.mask] - _given(self.reference_logprobs, "prime")[self.mask]
         if "values" in config.needs and self.values is None:
             raise ValueError("values = None: must be given, because gae is a critic's")
         if "process_rewards" in config.needs and process is None:
