@@ -287,7 +287,8 @@ def _prime(step: ScoredStep, *, beta: float) -> Credit:
     for group in step.groups():
         n = len(group)
         for sample in group if n >= 2 else ():
-            process_N[spans[sample]] = rewards_N[spans[sample]] * n / (n - 1) - means_S[group].sum() / (n - 1)
+            others = (means_S[group].sum() - means_S[sample]) / (n - 1)
+            process_N[spans[sample]] = rewards_N[spans[sample]] - others
     return Credit(advantages_N=_to_come(step, process_N, 1.0) + step.spread(_in_groups(step, _rloo)))
 
 

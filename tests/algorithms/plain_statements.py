@@ -174,7 +174,7 @@ def gae(gamma, lam, s, step):
 
 
 def process_to_come(beta, s, step):
-    """x_t n / (n - 1) - sum over g of the mean x / (n - 1), summed from t on. x is the token's reward, from which a KL is taken."""
+    """x_t - mean over the others of g of their mean x, summed from t on. x is the token's reward, from which a KL is taken."""
     rewards, x, to_come = shaped_rewards(s, step), {}, {}
     for k in rewards:
         x[k] = {(i, t): beta * (step.process[i][t] - step.ref[i][t]) - kl_in_reward(s, step, i, t) for i, t in step.tokens_of(k)}
@@ -182,7 +182,7 @@ def process_to_come(beta, s, step):
         group, n, after = group_of(step, rewards, k), len(group_of(step, rewards, k)), 0.0
         for token in reversed(step.tokens_of(k)):
             if n > 1:
-                after += x[k][token] * n / (n - 1) - sum(mean(x[j].values()) for j in group) / (n - 1)
+                after += x[k][token] - sum(mean(x[j].values()) for j in group if j != k) / (n - 1)
             to_come[token] = after
     return to_come
 
