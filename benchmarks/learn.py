@@ -22,6 +22,7 @@ MORE = {
     "dapo": ["algorithm.overlong=none"],
     "grpo_muon": ["algorithm=grpo", "train.optimizer.muon={}"],
     "grpo_tis": ["algorithm=grpo", "algorithm.corrections=[{kind: tis}]"],
+    "prime": ["outcome_model.right_above=0.05"],  # a digit of eight, else it sees no right answer to learn from
     "reinforce_pp_kl": ["algorithm=reinforce_pp", "algorithm.kl_coefficient=0.001", "algorithm.kl_in=reward"],
 }
 """Overrides of algorithms whose own settings are of large models, and of compositions."""
