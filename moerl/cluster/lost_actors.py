@@ -6,10 +6,10 @@ Ray kills processes itself when the memory of their node is nearly full. That er
 import re
 from collections.abc import Sequence
 
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorError
 
-LOST = (RayActorError, OutOfMemoryError)
-"""A call to an actor ends with one of them when its process is gone."""
+LOST = (RayActorError, ActorUnschedulableError, OutOfMemoryError)
+"""A call to an actor ends with one of them when its process is gone, or the node that it is to be on."""
 
 _PID = re.compile(r"^\s*pid: (?P<pid>\d+)$", re.MULTILINE)
 _NODE = re.compile(r"Memory on the node \(IP: (?P<node>[^,)]+).*?\) was (?P<used>[\d.]+GB) used / (?P<limit>[\d.]+GB)")

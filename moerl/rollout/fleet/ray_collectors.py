@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
+from moerl.cluster.ray_nodes import only_on
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Answer, Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor, unpacked
@@ -81,8 +81,9 @@ class RayCollectors:
         # Of one that ends Ray makes another, and asks it for answers. What it had received is lost: see moerl.types.stored.
         actor = ray.remote(num_cpus=0, max_restarts=self._max_restarts, max_task_retries=self._max_restarts)(CollectorActor)
         self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
-        # The payloads fill the store of the machine that receives them. Without a node: spread over all.
-        where = ["SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True) for node in self._nodes]
+        # The payloads fill the store of the machine that receives them. Without a node: spread over all. Of actors that ask for no
+        # resource, Ray 2.60 puts one with a soft affinity wherever it asks first.
+        where = ["SPREAD" if node is None else only_on(node) for node in self._nodes]
         self._actors = [actor.options(scheduling_strategy=each).remote(self._secret, self._authority) for each in where]
         try:
             async with asyncio.timeout(self._start_seconds):
