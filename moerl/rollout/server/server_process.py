@@ -33,6 +33,7 @@ _NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 LOG_LINES = 20
 """Lines of the server's log in an error."""
 LOG_ERRORS = 3
+"""Different errors of this start's log before them, oldest first: the last lines may be mere consequences."""
 _ERROR = re.compile(r"^(?:.*\] )?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
 """The last line of a traceback, after what a logger may put before it."""
 
