@@ -4,6 +4,7 @@ Every running request owns one slot. A forward pass names its rows: which slots,
 to nobody (padding) go to the scratch column, the last one, which no query ever sees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,16 @@ class Rows:
     slots: torch.Tensor | None  # int64 [B]; None: row i is slot i, of all slots
     write_at: torch.Tensor  # int64 [B, C]
     kv_length: int
-    """Columns that attention reads."""
+    """Columns that some row reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRun:
+    """Rows `first` to `end` (not included) of a pass, whose queries read the first `kv_length` columns."""
+
+    first: int
+    end: int
+    kv_length: int
 
 
 class SlotLayer(CacheLayerMixin):
@@ -154,6 +164,7 @@ def attend(
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    key_runs: Sequence[KeyRun] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that reads keys and values where they lie.
@@ -161,7 +172,7 @@ def attend(
     query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
     query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition. s_aux [heads]:
     logits of sinks, which every query sees and which have no value. indices [B, C, k], of as many key/value heads as heads: the keys
-    that a query may see.
+    that a query may see. key_runs: what rows read, where it is less than S.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -169,10 +180,22 @@ def attend(
         others = torch.ones_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
         attention_mask = attention_mask.masked_fill(others[:, None], -torch.inf)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
-    if s_aux is None:
-        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    else:
-        sinks = s_aux.reshape(1, kv_heads, -1, 1).repeat_interleave(tokens, dim=2).expand(batch, -1, -1, -1)
-        scores = torch.cat([grouped @ key.transpose(2, 3) * scaling + attention_mask, sinks], dim=-1).float()
-        out = scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
+    sinks = None if s_aux is None else s_aux.reshape(1, kv_heads, -1, 1).repeat_interleave(tokens, dim=2)
+    runs = [(slice(run.first, run.end), run.kv_length) for run in key_runs] or [(slice(None), key.shape[2])]
+    parts = [
+        _attention(grouped[rows], key[rows, :, :length], value[rows, :, :length], attention_mask[rows, ..., :length], sinks, scaling)
+        for rows, length in runs
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2), None
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """[B, kv_heads, queries of a head, D of the values]; sinks [1, kv_heads, queries of a head, 1]."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    logits = query @ key.transpose(2, 3) * scaling + mask
+    scores = torch.cat([logits, sinks.expand(len(query), -1, -1, -1)], dim=-1).float()
+    return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value

@@ -1,12 +1,13 @@
 """Forward passes over slots: prompts in chunks, then one token per row.
 
-deterministic: every pass of a kind has one fixed shape, whatever it carries, so that a row's result has the same bits in any company.
-Otherwise the shapes are the smallest powers of two that hold the rows.
+deterministic: every pass of a kind has one fixed shape, whatever it carries, and a row attends to as many columns as its own positions
+ask for, so that its result has the same bits in any company. Otherwise the shapes are the smallest powers of two that hold the rows.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from moerl.config.derive.model_shape import shape_of_config
 from moerl.models.families.qwen3_next import LINEAR
 from moerl.models.find_family import find_family
 from moerl.models.transformers_config import written_config
-from moerl.rollout.engines.hf.cache import Rows, SlotCache
+from moerl.rollout.engines.hf.cache import COLUMN_MULTIPLE, KeyRun, Rows, SlotCache
 from moerl.types.routes import RouteShape
 
 
@@ -99,8 +100,7 @@ class Forward:
         used = np.arange(columns) < _padded(lengths, rows)[:, None]
         ids[used] = np.concatenate(chunks)
         positions[used] = (np.arange(columns) + _padded(starts, rows)[:, None])[used]
-        kv_length = self._kv_length(int((starts + lengths).max()))
-        hidden, routes = self._run(ids, positions, used, _padded(slots, rows), kv_length, with_routes)
+        hidden, routes = self._run(ids, positions, used, _padded(slots, rows), with_routes)
         last = torch.from_numpy(np.maximum(_padded(lengths, rows) - 1, 0))
         logits = self._head(hidden[torch.arange(rows), last])[: len(slots)]
         return Passed(logits=logits, routes=None if routes is None else routes[: len(slots)])
@@ -108,30 +108,31 @@ class Forward:
     @torch.inference_mode()
     def decode(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, *, with_routes: bool) -> Passed:
         """After `tokens` [n], which stand at `positions` [n] of `slots` [n]."""
-        if self._deterministic:
-            rows, at = self.cache.num_slots, slots
-            row_slots = None
+        if self._deterministic or len(slots) == self.cache.num_slots:
+            rows, at, row_slots = self.cache.num_slots, slots, None
         else:
             rows, at = _bucket(len(slots), self.cache.num_slots), np.arange(len(slots))
             row_slots = _padded(slots, rows)
         ids, row_positions = np.zeros((2, rows, 1), dtype=np.int64)
         used = np.zeros((rows, 1), dtype=bool)
         ids[at, 0], row_positions[at, 0], used[at, 0] = tokens, positions, True
-        hidden, routes = self._run(ids, row_positions, used, row_slots, self._kv_length(int(positions.max()) + 1), with_routes)
+        hidden, routes = self._run(ids, row_positions, used, row_slots, with_routes)
         logits = self._head(hidden[:, 0])[torch.from_numpy(at)]
         return Passed(logits=logits, routes=None if routes is None else routes[at])
 
     def _run(
-        self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int, with_routes: bool
+        self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, with_routes: bool
     ) -> tuple[torch.Tensor, np.ndarray | None]:
         """Hidden states [B, C, hidden] of ids [B, C], and where the tokens went. Where `used` is false, the token is padding."""
         if not with_routes:
-            return self._hidden(ids, positions, used, slots, kv_length), None
+            return self._hidden(ids, positions, used, slots), None
         with self._recorder.recording() as chosen:
-            hidden = self._hidden(ids, positions, used, slots, kv_length)
+            hidden = self._hidden(ids, positions, used, slots)
         return hidden, self._recorder.table(chosen, len(ids))
 
-    def _hidden(self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int) -> torch.Tensor:
+    def _hidden(self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None) -> torch.Tensor:
+        lengths = self._kv_lengths(positions.max(axis=1) + 1)
+        kv_length = self.cache.scratch_column if self._deterministic else int(lengths.max())
         write_at = torch.from_numpy(np.where(used, positions, self.cache.scratch_column))
         position_ids = torch.from_numpy(positions)
         self.cache.rows = Rows(slots=None if slots is None else torch.from_numpy(slots), write_at=write_at, kv_length=kv_length)
@@ -141,6 +142,7 @@ class Forward:
             attention_mask=self._masks(position_ids, kv_length),
             past_key_values=self.cache,
             use_cache=True,
+            key_runs=_runs(lengths),
         ).last_hidden_state
 
     def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -164,10 +166,19 @@ class Forward:
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         return mask.repeat(1, self._query_groups, 1)[:, None]
 
-    def _kv_length(self, needed: int) -> int:
-        """The scratch column is never in it, so a pass reads finite numbers only."""
-        limit = self.cache.scratch_column
-        return limit if self._deterministic else _bucket(max(needed, 16), limit)
+    def _kv_lengths(self, needed: np.ndarray) -> np.ndarray:
+        """Columns that rows read, int64 [B], which need so many: powers of two. The scratch column is never among them, so that a pass
+        reads finite numbers only."""
+        if not self._deterministic:  # one call for all is faster than one for each length
+            needed = np.full(len(needed), needed.max())
+        powers = 1 << np.ceil(np.log2(np.maximum(needed, COLUMN_MULTIPLE))).astype(np.int64)
+        return np.minimum(powers, self.cache.scratch_column)
+
+
+def _runs(lengths: np.ndarray) -> list[KeyRun]:
+    """Neighbours that read as many columns, together."""
+    bounds = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    return [KeyRun(first=first, end=end, kv_length=int(lengths[first])) for first, end in pairwise(bounds)]
 
 
 def _bucket(number: int, limit: int) -> int:
