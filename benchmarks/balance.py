@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moerl.train.batching.balance import Balance, Bins, plan_micro_batches
+from moerl.train.batching.micro_batch_plan import Balance, Bins, plan_micro_batches
 
 ATTENTION_TOKENS = 24576
 DISTRIBUTIONS = ((7.0, 1.0), (7.6, 1.2), (8.5, 0.7))

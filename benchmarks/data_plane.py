@@ -43,12 +43,12 @@ from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.fleet.collect import Collector, Intake, LocalCollector
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
-from moerl.rollout.runner import GroupRunner
+from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.server import wire
 from moerl.rollout.server.messages import Frames, dump_requests
-from moerl.train.batching.balance import Planner
 from moerl.train.batching.build_batch import build_batch
-from moerl.train.batching.packing import pack
+from moerl.train.batching.micro_batch_plan import Planner
+from moerl.train.batching.packed_sequences import pack
 from moerl.train.batching.rank_share import Share, shares
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan

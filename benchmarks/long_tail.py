@@ -29,7 +29,7 @@ from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.hand_off import HandOff
-from moerl.rollout.rounds import RoundBuffer
+from moerl.rollout.straggler_buffer import StragglerBuffer
 from moerl.types.completion import SamplingParams
 from moerl.types.groups import Group, Prompt
 
@@ -121,7 +121,7 @@ class Steps:
     def buffer(self, *, stale: int, in_flight: int | None = None, spare: int = 0) -> HandOff:
         options: dict[str, Any] = dict(groups_per_step=self.arguments.groups, max_staleness=stale, max_attempts=1)
         if spare:
-            return RoundBuffer(spare_groups=spare, num_steps=self.arguments.steps, **options)
+            return StragglerBuffer(spare_groups=spare, num_steps=self.arguments.steps, **options)
         return GroupBuffer(num_slots=in_flight, **options)
 
     async def first_finished(self, factor: float) -> None:

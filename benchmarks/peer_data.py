@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from balance import ATTENTION_TOKENS, DISTRIBUTIONS
 
-from moerl.train.batching.balance import Balance, Bins, plan_micro_batches
+from moerl.train.batching.micro_batch_plan import Balance, Bins, plan_micro_batches
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"

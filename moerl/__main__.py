@@ -109,7 +109,7 @@ def check(overrides: Overrides, config_dir: ConfigDir = None) -> None:
     from moerl.config.rules.facts import facts_of
     from moerl.config.summary import refusals, summary
     from moerl.planner import memory_plan
-    from moerl.rollout.commands import described
+    from moerl.rollout.server_commands import described
 
     config = load_checked(overrides, config_dir)
     typer.echo(
@@ -174,7 +174,7 @@ def end(
     ] = None,
 ) -> None:
     """Ask a run to save its last step and end, and wait for it."""
-    from moerl.cluster.stop import end_run, end_run_at_head
+    from moerl.run_stop import end_run, end_run_at_head
 
     typer.echo(end_run(run_dir, seconds) if address is None else end_run_at_head(run_dir, seconds, address))
 
@@ -239,7 +239,7 @@ def plan(
     bucket_bytes = None if bucket_mb is None else bucket_mb * 2**20
     printed = []
     if only != "memory":
-        from moerl.planner.transfer import plan_push
+        from moerl.planner.push_plan import plan_push
 
         sizes = {"servers": servers, "gpus_per_server": gpus_per_server, "gpus_per_node": gpus_per_node}
         printed.append(str(plan_push(config, **sizes, card_gbit=card_gbit, bucket_bytes=bucket_bytes)))

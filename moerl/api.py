@@ -15,7 +15,7 @@ from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.planner.memory_plan import MemoryPlan, memory_plan
-from moerl.planner.transfer import PushPlan, plan_push
+from moerl.planner.push_plan import PushPlan, plan_push
 from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from moerl.algorithms.algorithm import Algorithm
-from moerl.cluster.stop import Stop
 from moerl.companions.companions import Companions
 from moerl.config.derive.eval_settings import is_evaluated
 from moerl.config.derive.model_configs import routes_to_replay
@@ -27,10 +26,11 @@ from moerl.observe.observer import Observer
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.hand_off import HandOff
 from moerl.rollout.prompts import PromptSource
-from moerl.rollout.rounds import RoundBuffer
-from moerl.rollout.runner import GroupRunner
+from moerl.rollout.straggler_buffer import StragglerBuffer
+from moerl.run_stop import Stop
 from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
 from moerl.train.optimizer.learning_rates import learning_rate
@@ -143,7 +143,7 @@ async def _producing(
     def settle(ticket: int, group: Group | None) -> None:
         # A function of its own: a name of the loop below would hold the group, and its samples in the object store, until the next one.
         if group is not None:
-            (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+            (buffer.fill if algorithm.keeps_group(group) else buffer.drop)(ticket, group)
 
     async def produce() -> None:
         while True:
@@ -180,7 +180,7 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any], f
         skipped=state.get("skipped", ()),
     )
     if config.spare_groups:
-        return RoundBuffer(spare_groups=config.spare_groups, num_steps=config.num_steps - first_version, **options)
+        return StragglerBuffer(spare_groups=config.spare_groups, num_steps=config.num_steps - first_version, **options)
     return GroupBuffer(num_slots=config.groups_in_flight, **options)
 
 

@@ -21,7 +21,7 @@ from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.run_rails import RunRails
-from moerl.train.batching.balance import split_mini_batches
+from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import EngineError, GuardError, HangError, MoerlError, WeightError

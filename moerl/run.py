@@ -23,7 +23,6 @@ from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.run_secret import RunSecret
-from moerl.cluster.stop import Stop, asked_to_stop, run_until_done
 from moerl.cluster.user_process import tell_cause
 from moerl.companions.companions import Companions
 from moerl.config.derive.companion_models import companion_models
@@ -53,10 +52,11 @@ from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.build_engines import build_collector, build_engines
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource
-from moerl.rollout.runner import GroupRunner
 from moerl.run_model import RunModel, load_model
 from moerl.run_rails import RunRails, find_run_rails
+from moerl.run_stop import Stop, asked_to_stop, run_until_done
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode

@@ -116,13 +116,13 @@ class Credit:
         return self.returns_N
 
 
-class Estimator(Protocol):
+class AdvantageEstimator(Protocol):
     """Advantages of a step. Implementations: `estimator` of each kind, and classes of `algorithm.advantage.kind=custom`."""
 
     def __call__(self, step: ScoredStep) -> Credit: ...
 
 
-def estimator(config: Advantage) -> Estimator:
+def advantage_estimator(config: Advantage) -> AdvantageEstimator:
     match config:
         case GroupAdvantage():
             return _by_sample(_GROUP[config.kind])
@@ -139,7 +139,7 @@ def estimator(config: Advantage) -> Estimator:
         case PrimeAdvantage():
             return lambda step: _prime(step, beta=config.beta)
         case _:
-            own: Estimator = config.build()
+            own: AdvantageEstimator = config.build()
             return own
 
 
@@ -173,7 +173,7 @@ def _centered(values: np.ndarray, counted: np.ndarray | slice = slice(None)) -> 
     return np.where(is_rounding(centered, values), 0.0, centered)
 
 
-def _by_sample(advantages: Callable[[ScoredStep], np.ndarray]) -> Estimator:
+def _by_sample(advantages: Callable[[ScoredStep], np.ndarray]) -> AdvantageEstimator:
     """All tokens of a sample have its advantage; penalties of tokens are part of its reward."""
 
     def credit(step: ScoredStep) -> Credit:

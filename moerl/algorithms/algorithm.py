@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from moerl.algorithms.advantages import Credit, ScoredStep, estimator, is_rounding, whitened_rewards
+from moerl.algorithms.advantages import Credit, ScoredStep, advantage_estimator, is_rounding, whitened_rewards
 from moerl.algorithms.corrections import Correcting, correction_of
-from moerl.algorithms.kl_control import Estimator, adapted
+from moerl.algorithms.kl_on_driver import KLEstimator, adapted
 from moerl.algorithms.objectives import Objective, objective_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.custom_part import Need
@@ -32,7 +32,7 @@ class Loss:
     fixed_length: int | None = None
     kl_coefficient: float = 0.0
     """Weight in the loss."""
-    kl_estimator: Estimator = "k3"
+    kl_estimator: KLEstimator = "k3"
     entropy_bonus: float = 0.0
     drift_penalty: float = 0.0
     needs: frozenset[Need] = frozenset()
@@ -76,7 +76,7 @@ class Algorithm:
         """A step may draw this many times its groups; 1 where `keep` never says no."""
         return self.config.max_attempts
 
-    def keep(self, group: Group) -> bool:
+    def keeps_group(self, group: Group) -> bool:
         """Whether the group is worth training on; one that is not is replaced by the next prompt (dynamic sampling).
 
         DAPO's condition is on correctness (section 3.2), hence on rewards *before* shaping: after it, a group that is right everywhere and
@@ -118,7 +118,7 @@ class Algorithm:
         )
 
     def credit(self, step: ScoredStep) -> Credit:
-        return estimator(self.config.advantage)(step)
+        return advantage_estimator(self.config.advantage)(step)
 
     def after_step(self, stats: StepStats, groups: Sequence[Group]) -> "Algorithm":
         """The algorithm of the step after the one on `groups`; the same where its weights did not change, or its KL is no number."""

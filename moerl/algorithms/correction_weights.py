@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, Weights
-from moerl.algorithms.kl_control import EXPONENT_LIMIT
+from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
 from moerl.config.schema.loss_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moerl.algorithms.kl_control import EXPONENT_LIMIT, K3_LIMIT, Estimator
+from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT, K3_LIMIT, KLEstimator
 
 
 def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
     return (torch.expm1(-d_T) + d_T).clamp(-K3_LIMIT, K3_LIMIT)
 
 
-def kl_estimate(estimator: Estimator, logp_T: Tensor, other_logp_T: Tensor, ratio_T: Tensor) -> Tensor:
+def kl_estimate(estimator: KLEstimator, logp_T: Tensor, other_logp_T: Tensor, ratio_T: Tensor) -> Tensor:
     """Estimate of a token with its gradient. `ratio_T`: policy / old policy, of `unbiased`."""
     if estimator == "unbiased":
         return kl_k3(logp_T, other_logp_T) * ratio_T

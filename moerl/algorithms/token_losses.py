@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, TokenLoss
-from moerl.algorithms.kl_control import EXPONENT_LIMIT
-from moerl.algorithms.selections import covariances, highest, largest_until
+from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.token_selection import covariances, highest, largest_until
 from moerl.config.schema.loss_config import (
     CISPO,
     DPPO,

@@ -24,7 +24,7 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import check_finite
 from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
-from moerl.train.loss.critic_loss import ValueLoss
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.optimizer.learning_rates import learning_rate
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
@@ -91,7 +91,7 @@ class Companions:
             if batch.returns is None:
                 raise DataError("algorithm.advantage returned a Credit without returns_N: must have them, because its needs have values")
             taught = replace(plain(batch), values=batch.values, returns=batch.returns)
-            stats = await self._update(critic, taught, ValueLoss(clip=self._config.critic.clip), step)
+            stats = await self._update(critic, taught, ValueLossSettings(clip=self._config.critic.clip), step)
             told |= _critic_metrics(stats)
         if (outcome := self._all.get("outcome_model")) is not None:
             advantage = self._config.algorithm.advantage

@@ -19,10 +19,11 @@ from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
 from moerl.convert.sharded.bridge_folder import bridge_problems, complete_bridge_folder, in_iteration
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
+from moerl.convert.sharded.hf_to_sharded import parts_of
 from moerl.convert.sharded.megatron_folder import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
-from moerl.convert.sharded.sharded_plan import entries_of, parts_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
+from moerl.convert.sharded.sharded_to_hf import entries_of
 from moerl.convert.tensors.count_nonfinite import NonFinite, report
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnBytes, target_problems, write_files

@@ -23,7 +23,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.secret_store import SecretStore
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.node_facts import NodeFacts, gather
-from moerl.doctor.exchange import JOB, RankJob
+from moerl.doctor.measure_bandwidth import JOB, RankJob
 from moerl.hardware.network_settings import Setting, read_nccl_files, variables
 from moerl.types.errors import MoerlError
 
@@ -156,7 +156,7 @@ def _ranks(place: NodePlace, plan: Measurement, environment: Mapping[str, str]) 
                 host=place.host, port=place.port, secret=place.secret, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
                 num_bytes=plan.num_bytes, seconds=place.seconds,
             )  # fmt: skip
-            ranks[rank] = stack.enter_context(LoggedProcess("moerl.doctor.exchange", JOB.dump_json(job), environment))
+            ranks[rank] = stack.enter_context(LoggedProcess("moerl.doctor.measure_bandwidth", JOB.dump_json(job), environment))
         yield ranks
 
 

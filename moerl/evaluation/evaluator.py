@@ -24,8 +24,8 @@ from moerl.observe.observer import full_reward
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.group_runner import answered, seed_of
 from moerl.rollout.prompts import PromptSource
-from moerl.rollout.runner import answered, seed_of
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import DataError
 from moerl.types.groups import Prompt

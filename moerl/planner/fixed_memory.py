@@ -28,7 +28,7 @@ SGLANG_RUNTIME = 10 * GIB
 VLLM_FRACTION = 0.92
 """vLLM's own rollout.layout.memory_fraction (config/cache.py, 0.32); it counts what it needs beside weights and caches."""
 RECEIVED = 512 * MIB
-"""Bytes of tensors that come in pieces, on each GPU of a server of vLLM in a push (moerl/weights/loading.py, DEVICE_BYTES)."""
+"""Bytes of tensors that come in pieces, on each GPU of a server of vLLM in a push (moerl/weights/installation.py, DEVICE_BYTES)."""
 PUSH_BUFFERS = 2
 """Buffers of weights.bucket_bytes each, on every rank that sends (moerl/weights/send.py); given back after each push."""
 RELAY_BUFFERS = 2

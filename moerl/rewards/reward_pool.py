@@ -12,7 +12,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
-from moerl.rewards.reward_slot import Answers, ErrorKind, Failure, PendingCheck, RewardSlot
+from moerl.rewards.check_runner import Answers, CheckRunner, ErrorKind, Failure, PendingCheck
 from moerl.rewards.verifiers import PURE_KINDS, Check
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.groups import Prompt, Score
@@ -39,7 +39,7 @@ class RewardPool:
         self._levels: dict[Isolation, dict[str, RewardTerm]] = {}
         for name, term in config.terms.items():
             self._levels.setdefault(term.isolation, {})[name] = _absolute(term)
-        self._slots = [RewardSlot(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
+        self._slots = [CheckRunner(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
         self._serving: list[asyncio.Task[None]] = []
         self._waiting: deque[PendingCheck] = deque()
         self._has_waiting = asyncio.Event()
@@ -100,7 +100,7 @@ class RewardPool:
             raise
         return self._failed(found) if isinstance(found, Failure) else self._score(found)
 
-    async def _serve(self, slot: RewardSlot) -> None:
+    async def _serve(self, slot: CheckRunner) -> None:
         """Runs what waits, for ever."""
         while True:
             while not self._waiting:

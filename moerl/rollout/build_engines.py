@@ -13,7 +13,6 @@ from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.commands import port_of, server_command
 from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import RolloutEngine
@@ -21,6 +20,7 @@ from moerl.rollout.server.limits import Limits
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NewProcess, NodeOfServer
+from moerl.rollout.server_commands import port_of, server_command
 from moerl.types.stored import keep
 
 

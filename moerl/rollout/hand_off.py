@@ -1,5 +1,5 @@
 """Base of the buffers between group producers and the trainer: moerl/rollout/buffer.py, where every group that was begun is waited for, and
-moerl/rollout/rounds.py, where those that take long are put off. One event loop, no polling, no tasks of its own.
+moerl/rollout/straggler_buffer.py, where those that take long are put off. One event loop, no polling, no tasks of its own.
 
 A ticket is a prompt's index in the draw order. It is *live* from `reserve` until it is dropped or taken.
 """

@@ -33,7 +33,7 @@ class FakeTrainGroup:
         self._logprob = -float(np.log(vocab_size))
         self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
         self.weight_source = LocalSource(self._export, bucket_bytes=2**20)
-        self._residency = MemoryStates("none", move=lambda before, after: None, measure=dict)
+        self._memory_states = MemoryStates("none", move=lambda before, after: None, measure=dict)
         self.version = 0
         self.batches: list[TrainBatch] = []
         self._saved: list[SavedCheckpoint] = []
@@ -41,25 +41,25 @@ class FakeTrainGroup:
     async def start(self) -> None: ...
 
     async def wake(self) -> int:
-        return self._residency.wake()
+        return self._memory_states.wake()
 
     async def shed(self) -> int:
-        return self._residency.shed()
+        return self._memory_states.shed()
 
     async def sleep(self) -> int:
-        return self._residency.sleep()
+        return self._memory_states.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint_dirs.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        with self._residency.running("load"):
+        with self._memory_states.running("load"):
             state = read_state(directory)
             self.version = state["version"]
         return self.version, state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        with self._residency.running("save"):
+        with self._memory_states.running("save"):
             weights = self.version
         self._write(version, weights, state)
 
@@ -75,14 +75,14 @@ class FakeTrainGroup:
         return saved
 
     async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
-        with self._residency.running("logprobs"):
+        with self._memory_states.running("logprobs"):
             return Here(np.full(int(batch.offsets[-1]), self._logprob, dtype=np.float32))
 
     async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         return await self.logprobs(batch)
 
     async def update(self, batch: Batch, loss: Loss, *, lr: float) -> StepStats:
-        with self._residency.running("update"):
+        with self._memory_states.running("update"):
             whole = batch.laid_out(np.arange(batch.num_sequences))
             self.batches.append(whole)
             servers = self._server_mismatch(whole)
@@ -112,7 +112,7 @@ class FakeTrainGroup:
         return tuple(ServerMismatch(mean=float(each.sum()) / max(len(each), 1), num_tokens=len(each)) for each in of_servers)
 
     def _export(self) -> dict[str, torch.Tensor]:
-        with self._residency.running("export"):
+        with self._memory_states.running("export"):
             return dict(self._tensors_of_version())
 
     def _tensors_of_version(self) -> Iterator[tuple[str, torch.Tensor]]:

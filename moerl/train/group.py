@@ -22,7 +22,7 @@ from moerl.train.batching.rank_share import shares
 from moerl.train.checkpoint.checkpoint_check import damaged, faults_while_loading, files_of_model, read_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, newest
 from moerl.train.checkpoint.saver import CheckpointSaver
-from moerl.train.loss.critic_loss import ValueLoss
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
 from moerl.types.stats import MemoryStats, SavedCheckpoint, StepStats
@@ -201,7 +201,7 @@ class MegatronTrainGroup:
         """float32 [T], a critic's, of the batch's sequences end to end."""
         return (await self._on_shares("values", batch))[0]
 
-    async def update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float) -> StepStats:
+    async def update(self, batch: Batch, loss: Loss | ValueLossSettings, *, lr: float) -> StepStats:
         for module in modules_of_files():
             ray.cloudpickle.register_pickle_by_value(module)  # nodes need not have a user's file
         if isinstance(batch, StoredBatch):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from moerl.algorithms.algorithm import Loss
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.train.batching.balance import split_mini_batches
+from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import step_statistics
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.overlap import gather_parameters
@@ -28,7 +28,7 @@ from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full
 from moerl.train.memory.memory_states import ON_DEVICE, Call, MemoryStates, State
 from moerl.train.memory.offload import DeviceMemory
 from moerl.train.optimizer.optimizer import NoOptimizer, build_optimizer
-from moerl.train.push.rank_tensors import PushedTensors
+from moerl.train.push.pushed_tensors import PushedTensors
 from moerl.train.step import TrainStep
 from moerl.types.stats import RoutingStats, StepStats
 from moerl.types.stored_batch import Batch
@@ -58,20 +58,20 @@ class MegatronEngine:
         if not settings.trains:  # Megatron's wrapper makes buffers of gradients all the same
             self._memory.place(("parameters", "reference"))
         self._groups = groups
-        self._residency = MemoryStates(self._train.offload, self._move, self._memory.bytes)
+        self._memory_states = MemoryStates(self._train.offload, self._move, self._memory.bytes)
 
     # -- where its memory is ---------------------------------------------------------------------------------
 
     def wake(self) -> int:
         """Bytes that came to the device. Collective, as the next two. ResidencyError, as from every verb below, if it is not asleep."""
-        return self._residency.wake()
+        return self._memory_states.wake()
 
     def shed(self) -> int:
         """Move of what scoring and export do not need: it leaves the device, until a verb needs it; bytes that left."""
-        return self._residency.shed()
+        return self._memory_states.shed()
 
     def sleep(self) -> int:  # afterwards every verb but wake is refused
-        return self._residency.sleep()
+        return self._memory_states.sleep()
 
     def _move(self, before: State, after: State) -> None:
         if before == "asleep" and self._groups is not None:
@@ -82,7 +82,7 @@ class MegatronEngine:
 
     @contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        with self._residency.running(call), told_when_full(call, self._memory.bytes, self._settings.model):
+        with self._memory_states.running(call), told_when_full(call, self._memory.bytes, self._settings.model):
             yield
 
     # -- the two verbs of a step -----------------------------------------------------------------------------
@@ -118,12 +118,12 @@ class MegatronEngine:
         with self._running("values"):
             return self.step.scores(batch.without_routes().without_sets(), self.step.step_plan(batch))
 
-    def update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float, num_updates: int) -> StepStats:
+    def update(self, batch: Batch, loss: Loss | ValueLossSettings, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks, but those of its own memory."""
         with self._running("update"):
             return self._update(batch, loss, lr=lr, num_updates=num_updates)
 
-    def _update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float, num_updates: int) -> StepStats:
+    def _update(self, batch: Batch, loss: Loss | ValueLossSettings, *, lr: float, num_updates: int) -> StepStats:
         begin_peaks()
         self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:
@@ -141,7 +141,7 @@ class MegatronEngine:
             **step_statistics([result.sums for result in counted], uses_reference=loss.uses_reference, trains_mtp=self._train.mtp_loss > 0),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
-            memory=replace(self._residency.stats(), peaks=peaks()),
+            memory=replace(self._memory_states.stats(), peaks=peaks()),
             server_mismatch=results[0].sums.server_mismatch(),
             empty_updates=sum(result.is_empty for result in results),
             whole_minibatch_seconds=sum(result.whole_minibatch_seconds for result in results),

@@ -21,22 +21,22 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.algorithms.algorithm import Loss
-from moerl.train.batching.balance import Balance, Bins, Planner
-from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_scores
+from moerl.train.batching.micro_batch_plan import Balance, Bins, Planner
+from moerl.train.batching.packed_sequences import PackedMicroBatch, pack, unpack_scores
 from moerl.train.batching.rank_share import Share
 from moerl.train.batching.token_costs import attention_tokens
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
-from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
 from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
 from moerl.train.loss.value_loss import value_loss
-from moerl.train.megatron.expert_routing import KeptRoutes
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.megatron_model import Model, sum_gradients
 from moerl.train.megatron.overlap import without_grad_reduce
+from moerl.train.megatron.router_replay import KeptRoutes
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.optimizer.optimizer import norm_known
 from moerl.train.rank_progress import counted
@@ -75,7 +75,7 @@ class TrainStep:
         reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
-    def mini_batch(self, batch: Batch, loss: Loss | ValueLoss, samples: np.ndarray) -> "MiniBatchResult":
+    def mini_batch(self, batch: Batch, loss: Loss | ValueLossSettings, samples: np.ndarray) -> "MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite, or a server's log-probs are not the model's. `samples`: where the
         sequences stand in the whole batch."""
         plan = self.plan(batch)
@@ -127,10 +127,10 @@ class TrainStep:
             is_empty=denominators.num_trained == 0,
         )
 
-    def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss | ValueLoss) -> tuple[Share, Denominators]:
+    def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss | ValueLossSettings) -> tuple[Share, Denominators]:
         """Sequences of this rank with what must be known of the whole mini-batch. Collective."""
         share = self.share(batch, plan)
-        if isinstance(loss, ValueLoss):
+        if isinstance(loss, ValueLossSettings):
             return share, Denominators.of(batch)
         own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
         share = replace(share, batch=own)
@@ -144,9 +144,9 @@ class TrainStep:
         packed = self.micro_batches(share)
         return self.kept_routes.given(packed) if self._train.router_replay == "trainer" else packed
 
-    def loss(self, loss: Loss | ValueLoss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
+    def loss(self, loss: Loss | ValueLossSettings, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
         """Function of a micro-batch and the model's outputs that `run` takes for an update."""
-        if isinstance(loss, ValueLoss):
+        if isinstance(loss, ValueLossSettings):
             return partial(_value_loss, loss, denominators)
         return partial(_loss, partial(self.token_logprobs, entropy_has_gradient=loss.entropy_bonus > 0), loss, denominators, mtp)
 
@@ -322,7 +322,7 @@ def _loss(
 
 
 def _value_loss(
-    loss: ValueLoss, denominators: Denominators, micro: PackedMicroBatch, outputs: Tensor
+    loss: ValueLossSettings, denominators: Denominators, micro: PackedMicroBatch, outputs: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
     total, sums = value_loss(_values(outputs, micro)[0], micro, loss, denominators)
     return total, torch.zeros((), dtype=torch.int, device=outputs.device), {"sums": sums}

@@ -31,10 +31,10 @@ from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hangs.watched import ProcessId
 from moerl.hardware.cpu_binding import bind_near
 from moerl.hardware.network_settings import find_settings, variables
-from moerl.train.batching.balance import Planner
+from moerl.train.batching.micro_batch_plan import Planner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
-from moerl.train.loss.critic_loss import ValueLoss
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
@@ -176,7 +176,7 @@ class TrainWorker:
     def values(self, batch: Batch, model: str) -> InStore[np.ndarray] | None:
         return self._stored(self._of(model).values(batch))
 
-    def update(self, batch: Batch, model: str, loss: Loss | ValueLoss, lr: float, num_updates: int) -> StepStats:
+    def update(self, batch: Batch, model: str, loss: Loss | ValueLossSettings, lr: float, num_updates: int) -> StepStats:
         stats = self._of(model).update(batch, loss, lr=lr, num_updates=num_updates)
         self._tell_attention()
         return stats

@@ -26,7 +26,7 @@ from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
 from moerl.weights.plan.kept_plan import KeptPlan
 from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
-from moerl.weights.receiver import WeightReceiver
+from moerl.weights.receiver_protocol import WeightReceiver
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

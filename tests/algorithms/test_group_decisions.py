@@ -81,7 +81,7 @@ def test_equal_rewards_give_exactly_zero_credit(reward, size):
 def test_a_group_without_samples_gets_no_credit():
     group = make_group([])
     assert credit(grpo(), group).shape == (0,)
-    assert not dapo().keep(group)
+    assert not dapo().keeps_group(group)
 
 
 @settings(derandomize=True, deadline=None)
@@ -134,26 +134,26 @@ def test_without_overlong_handling_length_does_not_matter():
 
 @pytest.mark.parametrize("rewards", [[0, 0, 0], [1, 1], [0.3, 0.3, 0.3], [2]])
 def test_dynamic_sampling_drops_groups_with_equal_rewards(rewards):
-    assert not dapo().keep(make_group(rewards))
-    assert grpo().keep(make_group(rewards))
+    assert not dapo().keeps_group(make_group(rewards))
+    assert grpo().keeps_group(make_group(rewards))
 
 
 def test_dynamic_sampling_keeps_groups_with_different_rewards():
-    assert dapo().keep(make_group([0, 0, 1]))
+    assert dapo().keeps_group(make_group([0, 0, 1]))
 
 
 def test_dynamic_sampling_looks_at_rewards_before_shaping():
     algorithm = dapo(overlong="penalty", overlong_buffer=4)
     all_right_one_long = make_group([1, 1, 1], lengths=[3, 3, 20])
     assert len(set(algorithm.rewards(all_right_one_long).tolist())) == 2
-    assert not algorithm.keep(all_right_one_long)
+    assert not algorithm.keeps_group(all_right_one_long)
 
 
 def test_dynamic_sampling_ignores_samples_outside_the_mask():
     group = make_group([1, 1, 0, math.nan], truncated={2}, errors={3})
-    assert not dapo(overlong="mask").keep(group)
-    assert dapo(overlong="none").keep(group)
-    assert not dapo(overlong="mask").keep(make_group([1, 0], truncated={0, 1}))
+    assert not dapo(overlong="mask").keeps_group(group)
+    assert dapo(overlong="none").keeps_group(group)
+    assert not dapo(overlong="mask").keeps_group(make_group([1, 0], truncated={0, 1}))
 
 
 def test_algorithms_declare_what_a_step_must_bring():
@@ -202,5 +202,5 @@ def test_a_group_without_its_baseline_is_not_trained_on():
 
 
 def test_rewards_that_differ_by_rounding_are_equal():
-    assert not dapo().keep(make_group([0.1 + 0.2, 0.3]))
+    assert not dapo().keeps_group(make_group([0.1 + 0.2, 0.3]))
     assert credit(grpo(), make_group([0.1 + 0.2, 0.3])).tolist() == [0, 0]

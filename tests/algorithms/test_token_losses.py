@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.algorithms.kl import kl_estimate, kl_k3
-from moerl.algorithms.kl_control import Estimator, kl_values
+from moerl.algorithms.kl_on_driver import KLEstimator, kl_values
 from moerl.algorithms.token_losses import clipped_surrogate
 from moerl.config.schema.loss_config import PPOClip
 
@@ -104,7 +104,7 @@ def test_k3_is_limited_to_ten(d, value):
     assert kl_k3(tensor(d), tensor(0.0)).item() == pytest.approx(value)
 
 
-@pytest.mark.parametrize("estimator", get_args(Estimator))
+@pytest.mark.parametrize("estimator", get_args(KLEstimator))
 @given(st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=8))
 def test_the_drivers_kl_of_a_reward_is_the_value_of_the_ranks_estimate(estimator, pairs):
     """Where nothing was updated since the old policy; beyond both clamps too."""

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import ray
 
-from moerl.cluster.stop import driver_of, end_run, end_run_at_head
+from moerl.run_stop import driver_of, end_run, end_run_at_head
 
 HOLDS = """
 import fcntl, pathlib, signal, sys

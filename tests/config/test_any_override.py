@@ -24,7 +24,7 @@ from moerl.config.compose import compose, options
 from moerl.config.load import build, to_plain, to_yaml
 from moerl.config.rules import engine_rules
 from moerl.config.summary import summary
-from moerl.rollout.commands import described
+from moerl.rollout.server_commands import described
 from moerl.types.errors import ConfigError
 
 RECIPES = options("recipe")

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moerl.doctor.checks.judge import Measured
-from moerl.doctor.exchange import MEASURED, Group, _send_and_receive, measure
+from moerl.doctor.checks.slow_nodes import Measured
+from moerl.doctor.measure_bandwidth import MEASURED, Group, _send_and_receive, measure
 
 NUM_BYTES = 2**20
 SLOW_SECONDS = 0.15
@@ -41,7 +41,7 @@ def measured(nodes: list[list[int]], slow: set[int]) -> tuple[list[list[Measured
     """What every rank measured, node by node; and rank -> peer -> the ranks of the group in which they met."""
     # Torch is imported once, not by every rank.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["moerl.doctor.exchange"])
+    context.set_forkserver_preload(["moerl.doctor.measure_bandwidth"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = context.Queue()
     ranks = [rank for node in nodes for rank in node]

@@ -6,7 +6,7 @@ from node_cases import cpu_node, h100_node
 
 from moerl.doctor.checks.bandwidth_checks import Bandwidth, bandwidth_checks, combine
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.checks.judge import Measured
+from moerl.doctor.checks.slow_nodes import Measured
 
 NODES = [h100_node(f"n{index}") for index in range(4)]
 FABRIC = 380.0

@@ -11,11 +11,11 @@ import torch
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
-from moerl.weights.receive import WeightSession
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into
+from moerl.weights.weight_session import WeightSession
 
 MODEL = {f"layers.{layer}.proj": torch.linspace(layer, 4, 4096).reshape(64, 64).to(torch.bfloat16) for layer in range(8)}
 MODEL |= {"norm": torch.linspace(0, 1, 7)}

@@ -8,7 +8,6 @@ from typing import Any
 
 from moerl import loop
 from moerl.algorithms.algorithm import build_algorithm
-from moerl.cluster.stop import Stop
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.scratch_config import VOCAB_SIZE
@@ -27,9 +26,10 @@ from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.rollout.fleet.collect import Intake, LocalCollector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource
-from moerl.rollout.runner import GroupRunner
 from moerl.rollout.server.limits import Limits
+from moerl.run_stop import Stop
 from moerl.scratch_model import character_tokenizer
 from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.groups import Group, Prompt, Score

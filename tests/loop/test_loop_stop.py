@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, play
 
-from moerl.cluster.stop import Stop, asked_to_stop
+from moerl.run_stop import Stop, asked_to_stop
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import RunStopped
 from moerl.types.exit_codes import ExitCode

@@ -2,7 +2,7 @@
 
 from moerl.config.schema.layout import Layout
 from moerl.planner import fixed_memory as fixed
-from moerl.weights.loading import DEVICE_BYTES
+from moerl.weights.installation import DEVICE_BYTES
 from moerl.weights.transport.shared_memory import NUM_BUFFERS
 
 

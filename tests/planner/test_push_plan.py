@@ -3,7 +3,7 @@
 import pytest
 
 from moerl.check import load_checked
-from moerl.planner.transfer import plan_push, route_of
+from moerl.planner.push_plan import plan_push, route_of
 
 SEPARATE, SHARED, TINY = "grpo-qwen3-235b-32n8g-async", "grpo-qwen3-235b-16n8g-sync", "grpo-tiny-moe-1n2g-sync"
 HALF_SHARED = (

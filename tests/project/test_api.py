@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 
 import moerl
-from moerl.cluster import stop
+from moerl import run_stop
 from moerl.cluster.forks.local_ray import local_ray
 from moerl.types.exit_codes import ExitCode
 
@@ -134,7 +134,7 @@ def test_a_process_that_is_in_a_ray_cluster_is_told_to_leave_it(monkeypatch):
 
 def in_a_running_loop(main):
     async def cell():
-        return stop.run_until_done(main)
+        return run_stop.run_until_done(main)
 
     loop = asyncio.new_event_loop()  # asyncio.run would take Ctrl-C for itself, which a notebook does not
     try:
@@ -200,7 +200,7 @@ def test_ctrl_c_that_meets_a_destructor_is_heard(pythons_own_handler, monkeypatc
             waited[0] = None
         upstream(futures, timeout=timeout)
 
-    upstream = stop.wait
-    monkeypatch.setattr(stop, "wait", wait)
+    upstream = run_stop.wait
+    monkeypatch.setattr(run_stop, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         in_a_running_loop(asyncio.sleep(60))

@@ -16,8 +16,8 @@ from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.fake_engine import FakeCore
 from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.rollout.engines.hf.hf_model import checkpoint_views
-from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.server_state import ServerState
 from moerl.types.completion import SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Piece
@@ -388,27 +388,27 @@ def test_the_id_of_a_request_that_is_given_up_is_free_while_the_engine_still_has
     async def scenario():
         core = FakeCore(Limits(max_context=64, vocab_size=64), {})
         core.version = 1
-        gate = Gate(core, max_running=2, version=1)
+        state = ServerState(core, max_running=2, version=1)
         sampling = SamplingParams(max_tokens=30, seed=7)
-        first = asyncio.create_task(gate.generate(PROMPT, sampling, "again"))
+        first = asyncio.create_task(state.generate(PROMPT, sampling, "again"))
         await asyncio.sleep(0)
-        await gate.pause("keep")
+        await state.pause("keep")
         if way == "cancelled":
             first.cancel()
             await asyncio.wait([first])
         else:
-            ending = asyncio.create_task(gate.abort(("again",)))
+            ending = asyncio.create_task(state.abort(("again",)))
             await asyncio.sleep(0)
-        second = asyncio.create_task(gate.generate(PROMPT, sampling, "again"))
+        second = asyncio.create_task(state.generate(PROMPT, sampling, "again"))
         await asyncio.sleep(0)
-        assert (await gate.health()).num_running == 1, "its slot is taken until the engine lets go"
-        await gate.resume()
+        assert (await state.health()).num_running == 1, "its slot is taken until the engine lets go"
+        await state.resume()
         completion = await second
         if way == "aborted":
             await ending
             ended = await first
             assert (ended.request_id, ended.finish_reason) == ("again", "abort")
-        await gate.close()
+        await state.close()
         return completion
 
     completion = run(scenario())

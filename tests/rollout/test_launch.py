@@ -13,11 +13,11 @@ from moerl.config.load import build, load
 from moerl.config.rules import engine_rules
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.summary import summary
-from moerl.rollout.commands import described, server_command
 from moerl.rollout.engines.engine_arguments import as_command_line
 from moerl.rollout.engines.engine_process import _parse
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
+from moerl.rollout.server_commands import described, server_command
 from moerl.types.errors import EngineError
 
 CASES = cases()

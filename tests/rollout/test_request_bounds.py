@@ -27,8 +27,8 @@ REFUSALS = (400, 409, 503)
 class Server:
     """The app of a server, asked without HTTP."""
 
-    def __init__(self, run, gate):
-        self.gate, self._run, self._app = gate, run, build_app(gate, gate._limits)
+    def __init__(self, run, state):
+        self.state, self._run, self._app = state, run, build_app(state, state._limits)
 
     def ask(self, path, body=b"", *, method="POST", chunk=2**16, headers=()):
         """Status, answer, and how much of the body was read."""
@@ -55,11 +55,11 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(run, checkpoints):
-    gate = new_fake(checkpoints["dense"])
-    run(gate.start())
-    run(push(gate, checkpoints["dense"].tensors, 1))
-    yield Server(run, gate)
-    run(gate.close())
+    state = new_fake(checkpoints["dense"])
+    run(state.start())
+    run(push(state, checkpoints["dense"].tensors, 1))
+    yield Server(run, state)
+    run(state.close())
 
 
 def assert_serves(server):
@@ -153,7 +153,7 @@ def test_a_version_that_no_engine_could_count_is_refused(server, version):
 
 @pytest.mark.parametrize("path", ["/generate", "/abort"])
 def test_a_body_beyond_the_bound_is_not_read_to_its_end(server, path):
-    bound = server.gate._limits.body_bytes + (MORE_BYTES if path == "/generate" else 0)
+    bound = server.state._limits.body_bytes + (MORE_BYTES if path == "/generate" else 0)
     status, answer, read = server.ask(path, b" " * 100, headers=[(b"content-length", b"%d" % (bound + 1))])
     assert (status, read) == (413, 0) and f"must be at most {bound}" in json.loads(answer)["error"]
     status, answer, read = server.ask(path, b" " * (bound + 2**20))  # in chunks, of a length that nobody has said
@@ -237,9 +237,9 @@ def test_any_body_of_any_other_verb_is_heeded_or_refused_and_never_a_bug(server,
 
 
 def test_a_server_that_was_asked_all_this_serves_after_the_next_push(run, server, checkpoints):
-    run(server.gate.wake())
-    run(server.gate.resume())
-    run(push(server.gate, checkpoints["dense"].tensors, 1))
+    run(server.state.wake())
+    run(server.state.resume())
+    run(push(server.state, checkpoints["dense"].tensors, 1))
     assert_serves(server)
 
 

@@ -1,4 +1,4 @@
-"""The invariants listed in moerl/rollout/rounds.py, under random interleavings of producers and trainer."""
+"""The invariants listed in moerl/rollout/straggler_buffer.py, under random interleavings of producers and trainer."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_buffer import UNLIMITED, make_group, oldest_version
 
-from moerl.rollout.rounds import MAX_PARKS, RoundBuffer
+from moerl.rollout.straggler_buffer import MAX_PARKS, StragglerBuffer
 from moerl.types.errors import DynamicSamplingError, MoerlError
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
@@ -22,7 +22,7 @@ class Run:
     """A trainer and its producers around one buffer. A group takes as many turns of the event loop as its ticket says, however often it is
     begun."""
 
-    buffer: RoundBuffer
+    buffer: StragglerBuffer
     seed: int
     groups_per_step: int
     spare_groups: int
@@ -115,7 +115,7 @@ def simulate(inputs, *, max_attempts=UNLIMITED, num_steps=None, **options):
     keeps = {ticket for ticket in range(5000) if rng.random() < inputs["keep_share"]}
 
     async def main():
-        buffer = RoundBuffer(**sizes, max_attempts=max_attempts, num_steps=num_steps, **options)
+        buffer = StragglerBuffer(**sizes, max_attempts=max_attempts, num_steps=num_steps, **options)
         run = Run(buffer=buffer, seed=inputs["seed"], num_steps=num_steps, keeps=keeps, is_resumed=bool(options), **sizes)
         try:
             await asyncio.wait_for(run.play(), 20)
@@ -176,7 +176,7 @@ def test_draws_bounded(inputs, max_attempts):
 
 def test_short_groups_do_not_wait_for_long_ones_which_then_train_together():
     async def main():
-        buffer = RoundBuffer(groups_per_step=2, spare_groups=1, max_staleness=0, max_attempts=1, num_steps=6)
+        buffer = StragglerBuffer(groups_per_step=2, spare_groups=1, max_staleness=0, max_attempts=1, num_steps=6)
         parked: set[int] = set()
         order = []
 
@@ -210,7 +210,7 @@ def test_a_failure_wakes_everyone_with_its_cause():
     cause = OSError("engine gone")
 
     async def main():
-        buffer = RoundBuffer(groups_per_step=1, spare_groups=0, max_staleness=0, max_attempts=1, num_steps=3)
+        buffer = StragglerBuffer(groups_per_step=1, spare_groups=0, max_staleness=0, max_attempts=1, num_steps=3)
         await buffer.reserve()
         waiting = [asyncio.create_task(work) for work in (buffer.take(1), buffer.reserve(), buffer.reserve())]
         await asyncio.sleep(0)
@@ -224,7 +224,7 @@ def test_a_failure_wakes_everyone_with_its_cause():
 
 def test_work_that_is_cancelled_from_without_or_within_is_not_taken_for_parked():
     async def main():
-        buffer = RoundBuffer(groups_per_step=1, spare_groups=0, max_staleness=0, max_attempts=1, num_steps=3)
+        buffer = StragglerBuffer(groups_per_step=1, spare_groups=0, max_staleness=0, max_attempts=1, num_steps=3)
         ticket = await buffer.reserve()
 
         async def cancels_itself():

@@ -97,9 +97,9 @@ def beside_server(run, checkpoints):
     """beside_server(use) is use(secret, port) beside a rollout server in this process, which speaks TLS if it gets a context."""
 
     async def serving(use, tls):
-        gate, secret, ready = new_fake(checkpoints["dense"]), RunSecret.new(), Ready()
-        await gate.start()
-        server = _ChildServer(gate, gate._limits, secret, ready, tls)
+        state, secret, ready = new_fake(checkpoints["dense"]), RunSecret.new(), Ready()
+        await state.start()
+        server = _ChildServer(state, state._limits, secret, ready, tls)
         served = asyncio.create_task(server._serve([listener := listen("127.0.0.1", 0)]))
         await ready.wait()
         try:

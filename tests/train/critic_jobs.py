@@ -7,7 +7,7 @@ import torch
 from engine_jobs import new_engine
 
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.critic_loss import ValueLoss
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import StepStats
 
@@ -34,7 +34,7 @@ def train_critic(settings: EngineSettings, batch: TrainBatch, order: list[int], 
     give_head(engine)
     before_T = values()
     near = replace(batch, values_T=engine.values(batch) + batch.values_T)
-    steps = [engine.update(near, ValueLoss(clip=clip), lr=1e-3, num_updates=1) for _ in range(2)]
+    steps = [engine.update(near, ValueLossSettings(clip=clip), lr=1e-3, num_updates=1) for _ in range(2)]
     return TrainedCritic(fresh_T=fresh_T, before_T=before_T, steps=steps, after_T=values())
 
 

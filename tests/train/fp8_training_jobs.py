@@ -11,7 +11,7 @@ from engine_jobs import new_engine, train
 
 from moerl.algorithms.algorithm import loss_of
 from moerl.config.algorithm_settings import algorithm
-from moerl.train.batching.packing import pack
+from moerl.train.batching.packed_sequences import pack
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 

@@ -39,7 +39,7 @@ class HFTrainGroup:
         self._settings, self._checkpoint_dir, self._keep = settings, checkpoint_dir, keep
         self._dtype = getattr(torch, settings.train.dtype)
         self.weight_source = LocalSource(self._export, bucket_bytes=bucket_bytes)
-        self._residency = MemoryStates("none", move=lambda before, after: None, measure=dict)
+        self._memory_states = MemoryStates("none", move=lambda before, after: None, measure=dict)
         self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None:
@@ -52,19 +52,19 @@ class HFTrainGroup:
         self._optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
 
     async def wake(self) -> int:
-        return self._residency.wake()
+        return self._memory_states.wake()
 
     async def shed(self) -> int:
-        return self._residency.shed()
+        return self._memory_states.shed()
 
     async def sleep(self) -> int:
-        return self._residency.sleep()
+        return self._memory_states.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint_dirs.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        with self._residency.running("load"):
+        with self._memory_states.running("load"):
             check(directory)
             saved = torch.load(directory / _STATE)
             self.model.load_state_dict(saved["model"])
@@ -73,7 +73,7 @@ class HFTrainGroup:
         return state["version"], state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        with self._residency.running("save"):
+        with self._memory_states.running("save"):
             temporary = checkpoint_dirs.begin(self._checkpoint_dir, version)
             torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, temporary / _STATE)
             num_bytes = (temporary / _STATE).stat().st_size
@@ -99,7 +99,7 @@ class HFTrainGroup:
 
     @torch.no_grad()
     def _logprobs(self, model: Any, batch: TrainBatch) -> np.ndarray:
-        with self._residency.running("logprobs"):
+        with self._memory_states.running("logprobs"):
             sequences = [self._sequence(model, batch, start, end)[0] for start, end in pairwise(batch.offsets)]
         return np.where(batch.response_mask_T, torch.cat(sequences).numpy(), 0)
 
@@ -108,7 +108,7 @@ class HFTrainGroup:
             group["lr"] = lr
         count = min(self._settings.train.updates_per_step, batch.num_sequences)
         parts = [batch.select(part) for part in np.array_split(np.arange(batch.num_sequences), count)]
-        with self._residency.running("update"):
+        with self._memory_states.running("update"):
             results = [self._mini_batch(part, loss) for part in parts]
         return _statistics(results, loss, lr)
 
@@ -186,7 +186,7 @@ class HFTrainGroup:
 
     def _export(self) -> dict[str, Tensor]:
         dtype = getattr(torch, self._settings.export_dtype)
-        with self._residency.running("export"):
+        with self._memory_states.running("export"):
             return {name: tensor.to(dtype) for name, tensor in self.weights().items()}
 
     async def hosts(self) -> list[str]:

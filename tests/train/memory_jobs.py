@@ -97,7 +97,7 @@ def fp8_copies_by_state(settings: EngineSettings, batch: TrainBatch) -> list[tup
     def note(call: Any) -> None:
         module._fp8_workspaces = {"weight": torch.ones(3)}
         call()
-        found.append((engine._residency.state, bool(module._fp8_workspaces)))
+        found.append((engine._memory_states.state, bool(module._fp8_workspaces)))
 
     note(lambda: engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1))
     note(engine.shed)

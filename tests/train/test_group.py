@@ -32,11 +32,11 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
-from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
+from moerl.weights.weight_session import WeightSession
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 DEADLINES = DeadlineConfig()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from moerl.algorithms.algorithm import SUPERVISED, Loss, loss_of
 from moerl.algorithms.columns import TokenLoss
 from moerl.config.algorithm_settings import algorithm, of_plain
-from moerl.train.batching.balance import plan_micro_batches
-from moerl.train.batching.packing import pack
+from moerl.train.batching.micro_batch_plan import plan_micro_batches
+from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.loss_sums import SUMMED, LossSums, step_statistics
 from moerl.types.batch import TrainBatch

@@ -1,4 +1,4 @@
-"""The invariants listed in moerl/train/batching/balance.py and moerl/train/batching/packing.py."""
+"""The invariants listed in moerl/train/batching/micro_batch_plan.py and moerl/train/batching/packed_sequences.py."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.train.batching.balance import Balance, plan_micro_batches, sequence_costs, split_mini_batches
-from moerl.train.batching.packing import pack, unpack_scores, zigzag_positions
+from moerl.train.batching.micro_batch_plan import Balance, plan_micro_batches, sequence_costs, split_mini_batches
+from moerl.train.batching.packed_sequences import pack, unpack_scores, zigzag_positions
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import ConfigError
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moerl.config.schema.layout import Layout
-from moerl.train.batching.packing import pack
+from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.types.batch import TrainBatch
 

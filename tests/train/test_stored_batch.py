@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.train.batching.balance import Planner, split_mini_batches
+from moerl.train.batching.micro_batch_plan import Planner, split_mini_batches
 from moerl.train.batching.rank_share import Share, shares
 from moerl.train.loss.batch_loss import Denominators
 from moerl.types.routes import RouteShape

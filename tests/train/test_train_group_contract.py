@@ -26,11 +26,11 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ResidencyError, WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.in_thread import in_thread
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
-from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
+from moerl.weights.weight_session import WeightSession
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
 ALGORITHM, BATCH = algorithm("grpo", "kl_coefficient=0.1"), random_batch()

@@ -13,9 +13,9 @@ import torch
 
 import moerl.rollout.engines.hf.__main__ as server
 from moerl.types.push import TensorSpec
-from moerl.weights.loading import Loader
-from moerl.weights.receive import WeightSession
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start, copy_into
+from moerl.weights.weight_session import WeightSession
 
 FAULT = Path(sys.argv.pop(1))
 

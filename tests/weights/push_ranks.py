@@ -121,7 +121,7 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     """
     from session_process import Engine
 
-    from moerl.train.push.rank_tensors import PushedTensors
+    from moerl.train.push.pushed_tensors import PushedTensors
     from moerl.train.train_worker import TrainWorker
 
     worker = new_worker(settings, TrainWorker)

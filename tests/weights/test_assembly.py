@@ -3,7 +3,7 @@
 import torch
 
 from moerl.types.push import TensorSpec
-from moerl.weights.loading import Assembly
+from moerl.weights.installation import Assembly
 from moerl.weights.plan.spec_tensors import CPU
 
 DEVICE = torch.device("meta")

@@ -18,10 +18,10 @@ from moerl.types.push import Bucket, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, in_order, relayed, restricted
 from moerl.weights.plan.schedule import first_fit
 from moerl.weights.plan.spec_tensors import CPU
-from moerl.weights.receive import Incoming
 from moerl.weights.send import WeightSender
 from moerl.weights.transport.links import Link
 from moerl.weights.transport.rendezvous import Deadline
+from moerl.weights.weight_session import Incoming
 
 SECONDS = 60.0
 SECRET = RunSecret.new()

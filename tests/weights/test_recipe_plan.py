@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moerl.config.load import load
-from moerl.planner.transfer import rollout_of
+from moerl.planner.push_plan import rollout_of
 from moerl.types.errors import ConfigError
 from moerl.weights.plan.transfer_plan import RolloutLayout
 

@@ -8,7 +8,7 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
 from moerl.weights import send
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import ALIGNMENT
 from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.transport.shared_memory import SharedReader

@@ -10,11 +10,11 @@ from session_process import EngineProcess, Source, first_push
 from moerl.rollout.engines.installed_bytes import InstalledBytes
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.spec_tensors import box_of, spec_of
-from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify import installed
+from moerl.weights.weight_session import WeightSession
 
 CUTS = {"q": 0, "o": 1, "norm": None}
 """Axis that tensor parallelism cuts, as Megatron's bridge tells it."""

@@ -43,7 +43,7 @@ def _one_of(*values: object) -> Accepts:
 _FLAG, _COUNT, _WEIGHT = (_is_flag, "true or false"), (_is_count, "an integer > 0"), (_is_weight, "a number >= 0")
 
 ALLOWED: Mapping[str, tuple[Accepts, str]] = {
-    # Losses and biases that balance experts: moerl/train/megatron/routers.py.
+    # Losses and biases that balance experts: moerl/train/megatron/router_balance.py.
     "moe_router_load_balancing_type": (lambda _: True, ""),  # its own rule: router_problems
     "moe_aux_loss_coeff": _WEIGHT,
     "moe_z_loss_coeff": (lambda value: value is None or _is_weight(value), "a number >= 0, or null"),

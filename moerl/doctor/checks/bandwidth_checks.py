@@ -6,8 +6,8 @@ from statistics import median_high
 
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import ALL_NODES, Finding, bad, ok, skipped
-from moerl.doctor.checks.judge import Measured, Pair, judge, outliers, speed_of
 from moerl.doctor.checks.node_facts import NodeFacts
+from moerl.doctor.checks.slow_nodes import Measured, Pair, judge, outliers, speed_of
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.network_settings import fabric_ports
 

@@ -16,7 +16,7 @@ from moerl.models.families.parts.family_checks import (
     last_layer_has_experts,
     readable_weights,
 )
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     HF_MTP,
     LAYER,

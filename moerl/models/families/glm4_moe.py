@@ -9,7 +9,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     HF_MTP,
     LAYER,

@@ -5,7 +5,15 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
-from moerl.models.families.parts.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, softmax_router_fields
+from moerl.models.families.parts.layer_rules import (
+    HF_LAYER,
+    LAYER,
+    attention,
+    attention_fields,
+    decoder_fields,
+    ends,
+    softmax_router_fields,
+)
 from moerl.models.families.parts.rope import rope_parameters
 
 _GATES: Fixed = {"swiglu_alpha": ((1.702, None), "Megatron's quick_gelu has this value in its source")}

@@ -5,7 +5,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import NO_BIAS, SILU, fixed_values, readable_weights
-from moerl.models.families.parts.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends
+from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters, rope_rules, rotary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_experts
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
     attention,

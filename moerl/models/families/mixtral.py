@@ -5,7 +5,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Served
 from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
     attention,

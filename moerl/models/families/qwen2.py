@@ -8,7 +8,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
     attention,

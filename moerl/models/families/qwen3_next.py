@@ -10,7 +10,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import SILU, Fixed, experts_in_every_layer, fixed_values, has_megatron, readable_weights
-from moerl.models.families.parts.layers import (
+from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
     attention_fields,

@@ -17,19 +17,19 @@ import torch
 
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.contract import Core, runs_of
-from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.server_state import ServerState
 from moerl.types.completion import Completion, FinishReason, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
-from moerl.weights.loading import Loader
-from moerl.weights.receive import WeightSession
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start, copy_into
+from moerl.weights.weight_session import WeightSession
 
 
-class FakeEngine(Gate):
-    """Implements RolloutEngine: a gate that has no process before it."""
+class FakeEngine(ServerState):
+    """Implements RolloutEngine: states of a server that has no process before it."""
 
     def __init__(self, name: str, *, limits: Limits, expected: Mapping[str, TensorSpec], max_running: int):
         """`expected`: the tensors a push must bring, by name."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from moerl.rollout.server import wire
 from moerl.types.push import Needs
 from moerl.weights.plan.tensor_specs import expert_of
-from moerl.weights.receive import WeightSession
+from moerl.weights.weight_session import WeightSession
 
 
 def needs_of_processes(names: Iterable[str], *, num_processes: int, expert_parallel: int) -> Needs:

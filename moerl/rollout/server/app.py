@@ -1,4 +1,4 @@
-"""HTTP in front of a gate. Tokens in, tokens out; nothing here but parsing, checks and waiting."""
+"""HTTP in front of a state. Tokens in, tokens out; nothing here but parsing, checks and waiting."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -11,8 +11,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from moerl.rollout.server import messages, wire
-from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import PUSH_BYTES, Limits, push_violation
+from moerl.rollout.server.server_state import ServerState
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 
@@ -34,14 +34,14 @@ _STATUSES: dict[type[Exception], int] = {
 """The first that fits."""
 
 
-def build_app(gate: Gate, limits: Limits) -> Starlette:
+def build_app(state: ServerState, limits: Limits) -> Starlette:
     async def generate(request: HTTPRequest) -> Response:
         asked = await _parsed(request, messages.parse_requests, limits.body_bytes + messages.MORE_BYTES)
-        return Answers([_content(gate, limits, each) for each in asked])
+        return Answers([_content(state, limits, each) for each in asked])
 
     routes = [Route("/generate", generate, methods=["POST"])]
     for verb in wire.VERBS.values():
-        handler = _handler(verb, getattr(gate, verb.name), PUSH_BYTES if verb.is_of_push else limits.body_bytes)
+        handler = _handler(verb, getattr(state, verb.name), PUSH_BYTES if verb.is_of_push else limits.body_bytes)
         routes.append(Route(verb.path, handler, methods=[verb.http]))
     handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in _STATUSES.items()}
     return Starlette(routes=routes, exception_handlers=handlers)
@@ -87,12 +87,12 @@ class Answers(Response):
         self._changed.set()
 
 
-async def _content(gate: Gate, limits: Limits, request: GenerateRequest) -> tuple[int, bytes]:
+async def _content(state: ServerState, limits: Limits, request: GenerateRequest) -> tuple[int, bytes]:
     """Status and content of the answer."""
     try:
         if violation := limits.violation(request.prompt_ids, request.sampling):
             raise BadRequest(f"{request.request_id}: {violation}")
-        completion = await gate.generate(request.prompt_ids, request.sampling, request.request_id)
+        completion = await state.generate(request.prompt_ids, request.sampling, request.request_id)
         return 200, wire.dump_completion(completion)
     except Exception as error:
         status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))

@@ -26,8 +26,8 @@ from moerl.rollout.server import wire
 from moerl.rollout.server.admission import Admission, TimedConnection, TLSConnection
 from moerl.rollout.server.app import build_app
 from moerl.rollout.server.contract import Core
-from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.server_state import ServerState
 from moerl.rollout.server.tls import server_context
 from moerl.types.errors import EngineError
 
@@ -46,10 +46,10 @@ KEEP_ALIVE_SECONDS = 75
 class _ChildServer(uvicorn.Server):
     """Reports readiness when it accepts requests, and does not wait for held requests when it is told to end."""
 
-    def __init__(self, gate: Gate, limits: Limits, secret: RunSecret, ready: Any, tls: ssl.SSLContext | None = None):
+    def __init__(self, state: ServerState, limits: Limits, secret: RunSecret, ready: Any, tls: ssl.SSLContext | None = None):
         super().__init__(
             uvicorn.Config(
-                Admission(build_app(gate, limits), secret),
+                Admission(build_app(state, limits), secret),
                 http=TimedConnection if tls is None else partial(TLSConnection, tls),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
@@ -60,7 +60,7 @@ class _ChildServer(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
-        self._gate, self._ready = gate, ready
+        self._state, self._ready = state, ready
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class _ChildServer(uvicorn.Server):
         logger.info("serving on port %d", port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._gate.close()
+        await self._state.close()
         await super().shutdown(sockets)
 
 
@@ -116,8 +116,8 @@ async def serve(
     tls = None if options.tls is None else server_context(*options.tls)
     listener = listen(options.host, options.port)
     core, limits = start()
-    gate = Gate(core, max_running=options.max_running, version=version)
-    await _ChildServer(gate, limits, secret, ready, tls).serve(sockets=[listener])
+    state = ServerState(core, max_running=options.max_running, version=version)
+    await _ChildServer(state, limits, secret, ready, tls).serve(sockets=[listener])
 
 
 def private_stdout() -> Any:

@@ -1,4 +1,4 @@
-"""Verbs of every rollout server, whichever engine it runs, and those that its gate needs of the engine. HTTPEngine and FakeEngine have
+"""Verbs of every rollout server, whichever engine it runs, and those that ServerState needs of the engine. HTTPEngine and FakeEngine have
 the first; tests/rollout/test_contract.py holds for each.
 
 A server is STALE until a verified push and never serves then: `generate` raises EngineUnavailable, or waits if the server is paused, which
@@ -13,7 +13,7 @@ from typing import Literal, Protocol, get_args
 from moerl.hangs.watched import WatchedProcess
 from moerl.types.completion import Completion, SamplingParams, ServerLoad, VersionSpan
 from moerl.types.errors import EngineUnavailable
-from moerl.weights.receiver import WeightReceiver, WeightSink
+from moerl.weights.receiver_protocol import WeightReceiver, WeightSink
 
 PauseMode = Literal["keep", "wait", "abort"]
 """keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests
@@ -91,11 +91,11 @@ class RolloutEngine(WeightReceiver, Protocol):
 
 
 class Core(WeightSink, Protocol):
-    """An engine under a gate (server/gate.py), which runs in this process or below it. Called from one event loop; EngineError and
+    """An engine under ServerState (server_state.py), which runs in this process or below it. Called from one event loop; EngineError and
     WeightError with the engine's own reason.
 
-    The gate keeps what waits, paused, asleep and stale: a core has at most the `max_running` requests it was started for, gets one command
-    at a time beside `generate` and `abort`, and is held from `begin` to the end of `finish` and while parts of it sleep.
+    ServerState keeps what waits, paused, asleep and stale: a core has at most the `max_running` requests it was started for, gets one
+    command at a time beside `generate` and `abort`, and is held from `begin` to the end of `finish` and while parts of it sleep.
     """
 
     def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Awaitable[Completion]:
@@ -105,7 +105,7 @@ class Core(WeightSink, Protocol):
         """Its generate returns soon, with what there is; while held, when that ends."""
 
     async def finish(self, version: int) -> None:
-        """As WeightReceiver.finish; the gate keeps the nonce."""
+        """As WeightReceiver.finish; ServerState keeps the nonce."""
 
     def load(self) -> ServerLoad:
         """Pressure on its cache, as of its newest iterations; for every answer, so it asks no other process."""

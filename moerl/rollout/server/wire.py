@@ -149,7 +149,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "/weights/finish": RolloutEngine.finish,
 }
 VERBS = {method.__name__: Verb(path, method) for path, method in _METHODS.items()}
-"""Verbs by name; the gate's method of that name answers."""
+"""Verbs by name; ServerState's method of that name answers."""
 
 
 def max_completion(num_prompt: int, sampling: SamplingParams) -> int:

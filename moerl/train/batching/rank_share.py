@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.train.batching.balance import Bins, Planner
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.train.batching.micro_batch_plan import Bins, Planner
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.types.batch import TrainBatch
 from moerl.types.stored_batch import Batch, StoredBatch
 

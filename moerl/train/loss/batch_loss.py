@@ -19,8 +19,8 @@ from torch import Tensor
 from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_estimate
-from moerl.algorithms.kl_control import EXPONENT_LIMIT
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
 from moerl.types.stored_batch import Batch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
-from moerl.train.batching.packing import PackedMicroBatch, pack
+from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, token_columns
 from moerl.types.batch import TrainBatch

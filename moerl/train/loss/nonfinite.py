@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 
 _NAMED = 8
 """Findings and samples in a message; the rest are counted."""

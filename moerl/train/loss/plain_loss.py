@@ -16,13 +16,13 @@ from moerl.config.algorithm_settings import settings_of
 from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.schema.algorithm_config import AlgorithmConfig, PrimeAdvantage
 from moerl.config.schema.companion_config import CriticConfig, OutcomeModelConfig
-from moerl.train.batching.packing import PackedMicroBatch, pack
+from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
-from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import LossSums, step_statistics
 from moerl.train.loss.value_loss import value_loss
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import ConfigError
 
@@ -151,7 +151,7 @@ def _critic(flat: "_Flat", batch: TrainBatch, returns_T: np.ndarray, clip: float
     new_values = flat.values if flat.new_values is None else flat.new_values
     leaf = torch.tensor(flat.column(new_values), requires_grad=True)
     micro = pack(given, list(range(batch.num_sequences)), 1)
-    loss, _ = value_loss(_at_labels(leaf, micro), micro, ValueLoss(clip=clip), Denominators.of(batch))
+    loss, _ = value_loss(_at_labels(leaf, micro), micro, ValueLossSettings(clip=clip), Denominators.of(batch))
     loss.backward()
     assert leaf.grad is not None
     return {"value_loss": float(loss.detach()), "value_gradient": flat.shaped(flat.tokens_of(leaf.grad.numpy()))}

@@ -6,13 +6,13 @@ Values stand where log-probs do: that of a token is predicted from the tokens be
 import torch
 from torch import Tensor
 
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.batch_loss import Denominators, at_least_float32
-from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import LossSums
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 
 
-def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLoss, denominators: Denominators) -> tuple[Tensor, LossSums]:
+def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLossSettings, denominators: Denominators) -> tuple[Tensor, LossSums]:
     """This micro-batch's share of the mini-batch loss, with gradient, and its sums. `values_T` [T] at label positions."""
     assert micro.values_T is not None and micro.returns_T is not None, "a critic's update needs its values and the returns"
     device = values_T.device
@@ -33,7 +33,7 @@ def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLoss, denom
     return total, sums
 
 
-def _of_tokens(loss: ValueLoss, values_T: Tensor, old_T: Tensor, returns_T: Tensor) -> tuple[Tensor, Tensor]:
+def _of_tokens(loss: ValueLossSettings, values_T: Tensor, old_T: Tensor, returns_T: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of each token, and whether the clip keeps it from the value."""
     error_T = (values_T - returns_T) ** 2
     if loss.clip is None:

@@ -33,12 +33,12 @@ from moerl.models.find_family import find_family
 from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets
-from moerl.train.megatron.expert_routing import Routing
 from moerl.train.megatron.fusions import FusedKernels, fusions
 from moerl.train.megatron.norm_over_heads import norm_over_heads
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
-from moerl.train.megatron.routers import Routers
+from moerl.train.megatron.router_balance import RouterBalance
+from moerl.train.megatron.router_replay import Routing
 from moerl.train.megatron.value_head import ValueHead
 
 
@@ -74,7 +74,7 @@ class Model:
     wrapped: list[nn.Module]
     """The same in DistributedDataParallel: what runs."""
     bridge: WeightBridge
-    routers: Routers
+    routers: RouterBalance
     routing: Routing
     vocab_size: int
     """Rows of the logits above it are padding."""
@@ -135,7 +135,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_cri
             source=model_dir,
             has_output=not is_critic,
         ),
-        routers=Routers(config, chunks, train.layout),
+        routers=RouterBalance(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=built.sizes.vocab_size,
         fusions=config.fusions,

@@ -29,7 +29,7 @@ from moerl.types.completion import Completion, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
-from moerl.weights.receive import WeightSession
+from moerl.weights.weight_session import WeightSession
 
 logger = logging.getLogger(__name__)
 

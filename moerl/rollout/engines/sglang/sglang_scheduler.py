@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from moerl.models.fp8_names import SCALE_SUFFIX
+from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
-from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.rollout.engines.sglang import sglang_fp8, sglang_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
-from moerl.weights.loading import Loader
-from moerl.weights.receive import WeightSession
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start
+from moerl.weights.weight_session import WeightSession
 
 logger = logging.getLogger(__name__)
 

@@ -207,7 +207,7 @@ class VLLMCore:
             if self._sleeps:
                 await self._engine.sleep(level=2)  # of weights and cache: without copies
         elif self._sleeps:
-            await self._engine.pause_generation(mode="abort")  # to its end, which the hold of the gate does not wait for
+            await self._engine.pause_generation(mode="abort")  # to its end, which the hold of ServerState does not wait for
             await self._engine.release_kv_cache_memory()
         return 0
 

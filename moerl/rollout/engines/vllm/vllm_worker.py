@@ -19,19 +19,19 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
-from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_memory, vllm_sampling
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
-from moerl.weights.loading import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.plan.tensor_specs import first_few
-from moerl.weights.receive import WeightSession
 from moerl.weights.verify.places import Place, Start
+from moerl.weights.weight_session import WeightSession
 
 logger = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ class PendingCheck:
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
-class RewardSlot:
+class CheckRunner:
     def __init__(self, config: RewardConfig, levels: Mapping[Isolation, Mapping[str, RewardTerm]], memory_bytes: int):
         """`levels`: the terms by name of each level of isolation. `memory_bytes`: as RewardPool."""
         self.workers: dict[Isolation, WorkerProcess] = {}

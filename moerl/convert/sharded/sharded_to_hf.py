@@ -1,4 +1,4 @@
-"""Plans between Hugging Face folders and sharded checkpoints: which tensor of the one is made of which of the other."""
+"""Plan of a Hugging Face folder that is made of a sharded checkpoint: which tensors of the checkpoint each of its tensors is made of."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,44 +11,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
-from moerl.convert.hf.joined_stacks import in_parts, joined
-from moerl.convert.sharded.completeness import absent_problems, stored_problems, tensor_problems
-from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
-from moerl.convert.sharded.sharded_source import ShardedSource, ShardPart
-from moerl.convert.tensors.entry import Entry, computed, read_whole
+from moerl.convert.hf.joined_stacks import joined
+from moerl.convert.sharded.completeness import absent_problems, stored_problems
+from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, sizes_of
+from moerl.convert.sharded.sharded_source import ShardedSource
+from moerl.convert.tensors.entry import Entry, computed
 from moerl.models.families.parts.family import Sizes, is_tied, num_mtp_layers
-from moerl.models.shards import merge, split
+from moerl.models.shards import merge
 from moerl.types.errors import ConvertError, problem
-
-# -- to a sharded checkpoint -----------------------------------------------------------------------------------
-
-
-def parts_of(source: HFSource, dtype: torch.dtype) -> list[ShardPart]:
-    """Raises ConvertError with everything that is missing, unknown or of another shape than its like."""
-    family = family_of(source.config)
-    sizes = sizes_of(family, source.config)
-    source = in_parts(source, family, num_experts(family, source.config))
-    if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
-        raise ConvertError(problems)
-    names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
-    parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
-    return [_part(source, each, sizes, dtype, num_experts(family, source.config)) for each in parameters]
-
-
-def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, count: int) -> ShardPart:
-    kept = torch.float32 if parameter.rule.is_float32 else dtype
-    split_whole = partial(split, parameter.rule, rank=0, num_ranks=1, sizes=sizes)
-    shape = tuple(split_whole([torch.empty(source.tensors[name].shape, device="meta") for name in parameter.hf]).shape)
-
-    def make() -> Tensor:
-        return split_whole([read_whole(hf_plan.plain_entry(source, name, kept)).to(kept) for name in parameter.hf])
-
-    entry = computed(" + ".join(parameter.hf), kept, shape, make)
-    stacks = (count,) * len(parameter.place)
-    return ShardPart(entry=entry, key=parameter.key, offset=(*parameter.place, *(0 for _ in shape)), global_shape=(*stacks, *shape))
-
-
-# -- to a Hugging Face folder ----------------------------------------------------------------------------------
 
 
 def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | None, *, without_untrained: bool = False) -> list[Entry]:

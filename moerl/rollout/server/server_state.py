@@ -37,7 +37,7 @@ class _Held:
     """None while it waits."""
 
 
-class Gate:
+class ServerState:
     """The verbs of RolloutEngine and of WeightReceiver for one engine, all on its event loop."""
 
     def __init__(self, core: Core, *, max_running: int, version: int | None = None):

@@ -1,5 +1,4 @@
-"""Sequences of a batch to the row of one micro-batch and back: pure functions over numpy. moerl/train/batching/balance.py chooses the
-sequences.
+"""Sequences of a batch to the row of one micro-batch and back: pure functions over numpy. micro_batch_plan.py chooses the sequences.
 
 Invariants, by the names of their tests:
 * round_trip: `unpack_scores` puts every label's value at its token.
@@ -12,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from moerl.train.batching.balance import round_up
+from moerl.train.batching.micro_batch_plan import round_up
 from moerl.types.batch import TrainBatch
 from moerl.types.routes import unknown_route
 from moerl.types.sampling_sets import SamplingSets

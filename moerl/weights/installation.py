@@ -76,7 +76,7 @@ class _Tensor:
     """Those that have come, if it is loaded whole."""
 
 
-class Loading:
+class Installation:
     """One push into one process."""
 
     def __init__(self, expected: Mapping[str, TensorSpec], needs: Collection[str], loader: Loader, manifest: Manifest, last: Installed):

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.batch_loss import at_least_float32
 from moerl.types.errors import TrainError
 
@@ -50,8 +50,8 @@ class _Running:
     trains: bool
 
 
-class Routers:
-    """Routers of this rank."""
+class RouterBalance:
+    """RouterBalance of this rank."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module], layout: Layout):
         self._tp = layout.tp
@@ -105,7 +105,7 @@ class Routers:
 class _Losses:
     """The load-balancing losses of one router, in place of Megatron's. Ranks that share a micro-batch add up to its loss."""
 
-    def __init__(self, routers: Routers, router: Any):
+    def __init__(self, routers: RouterBalance, router: Any):
         self._routers, self._router = routers, router
         self._tokens: _Tokens | None = None
         self._again: deque[_Tokens] = deque()

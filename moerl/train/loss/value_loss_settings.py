@@ -7,7 +7,7 @@ from moerl.config.schema.custom_part import Need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLoss:
+class ValueLossSettings:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a token, arXiv:1707.06347's implementation."""
 
     clip: float | None = None

@@ -14,7 +14,7 @@ import torch
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, Manifest, TensorSpec, TransportOffer
-from moerl.weights.loading import Loader, Loading
+from moerl.weights.installation import Installation, Loader
 from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.plan.tensor_specs import manifest_difference
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskReader, Read
@@ -99,7 +99,7 @@ class WeightSession:
         self._loader, self._read, self._device = loader, read, device
         self._lock = threading.Lock()
         self._incoming: Incoming | None = None
-        self._push: Loading | None = None
+        self._push: Installation | None = None
         self._version: int | None = None
         self._last = Installed()
 
@@ -120,7 +120,7 @@ class WeightSession:
             self._push, self._version = None, None
             if difference := manifest_difference(self._expected.values(), manifest.tensors):
                 raise WeightError(explain_difference(manifest, difference, self._expected))
-            self._push = Loading(self._expected, self.needs, self._loader, manifest, self._last)
+            self._push = Installation(self._expected, self.needs, self._loader, manifest, self._last)
 
     @torch.no_grad()
     def install(self) -> None:
@@ -175,7 +175,7 @@ class WeightSession:
             self._incoming.close()
         self._incoming = None
 
-    def _require_push(self, step: str) -> Loading:
+    def _require_push(self, step: str) -> Installation:
         if self._push is None:
             raise WeightError(f"{step} without a push in progress: it was not begun, or an error ended it; begin again")
         return self._push

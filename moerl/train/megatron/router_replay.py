@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
-from moerl.train.batching.packing import PackedMicroBatch
+from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.batching.token_costs import mixture_layers
 from moerl.train.megatron.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
 from moerl.types.errors import TrainError

@@ -1,5 +1,5 @@
 """Measures links between ranks: every pair of a node's ranks, every pair of nodes, and the all-reduce of all. Each rank is a process of
-its own: python -m moerl.doctor.exchange < JSON."""
+its own: python -m moerl.doctor.measure_bandwidth < JSON."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.secret_store import SecretStore
-from moerl.doctor.checks.judge import Measured, rounds
+from moerl.doctor.checks.slow_nodes import Measured, rounds
 
 _REPEATS = 5
 

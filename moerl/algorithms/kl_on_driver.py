@@ -8,10 +8,10 @@ EXPONENT_LIMIT = 20.0
 """Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
 K3_LIMIT = 10.0
 
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"]
 
 
-def kl_values(estimator: Estimator, logp_N: np.ndarray, other_logp_N: np.ndarray) -> np.ndarray:
+def kl_values(estimator: KLEstimator, logp_N: np.ndarray, other_logp_N: np.ndarray) -> np.ndarray:
     """Values [N] of moerl.algorithms.kl.kl_estimate, which has gradients too, where policy and old policy are the same."""
     d_N = logp_N - other_logp_N
     match estimator.rstrip("+"):

@@ -44,7 +44,7 @@ class _Round:
     parked: list[int] = field(default_factory=list)
 
 
-class RoundBuffer(HandOff):
+class StragglerBuffer(HandOff):
     def __init__(
         self, *, groups_per_step: int, spare_groups: int, max_staleness: int, max_attempts: int, num_steps: int, first_ticket: int = 0,
         skipped: Iterable[int] = (),

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.doctor.checks.judge import judge, outliers, rounds, speed_of
+from moerl.doctor.checks.slow_nodes import judge, outliers, rounds, speed_of
 
 SHARE = 0.7
 
