@@ -99,7 +99,7 @@ def build_engine(model_dir: Path, num_ranks: int) -> Any:
 
 
 def step(engine: Any) -> None:
-    from moerl.algorithms.algorithm import SUPERVISED
+    from moerl.algorithms.mini_batch_loss import SUPERVISED
     from moerl.train.batching.build_batch import sft_batch
 
     batch = sft_batch([(tuple(range(5, 35)), tuple(range(40, 100))) for _ in range(32)])

@@ -116,7 +116,7 @@ def run(case: str, seed: int, *, steps: int, lr: float, noise: float) -> dict[st
 
 
 def _loss(corrections: list[dict[str, Any]]) -> Any:
-    from moerl.algorithms.algorithm import loss_of
+    from moerl.algorithms.mini_batch_loss import loss_of
     from moerl.config.algorithm_settings import of_plain
 
     plain = {"advantage": {"kind": "grpo"}, "objective": {"kind": "ppo_clip"}, "normalize_by": "token", "corrections": corrections}

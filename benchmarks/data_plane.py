@@ -50,12 +50,11 @@ from moerl.train.batching.build_batch import build_batch
 from moerl.train.batching.micro_batch_plan import Planner
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.batching.rank_share import Share, shares
-from moerl.types.batch import TrainBatch
+from moerl.types.batch import TrainBatch, no_routes
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
 from moerl.types.groups import Prompt, Score
 from moerl.types.routes import RouteShape
 from moerl.types.stored import keep
-from moerl.types.stored_batch import no_routes
 
 VOCAB, NUM_EXPERTS, WAYS = 150_000, 128, ("objects", "puts", "collectors")
 COLLECTOR, SERVER = "CollectorActor", "spawn_main"

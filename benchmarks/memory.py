@@ -117,7 +117,7 @@ def _engine(settings: EngineSettings, **changes: Any) -> Any:
 
 
 def _update(engine: Any, batch: TrainBatch) -> Any:
-    from moerl.algorithms.algorithm import loss_of
+    from moerl.algorithms.mini_batch_loss import loss_of
 
     return engine.update(batch, loss_of(algorithm("grpo")), lr=1e-4, num_updates=1)
 

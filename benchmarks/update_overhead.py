@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: 
 from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from moerl.algorithms.algorithm import SUPERVISED  # noqa: E402
+from moerl.algorithms.mini_batch_loss import SUPERVISED  # noqa: E402
 from moerl.config.schema.layout import Layout  # noqa: E402
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine_settings import EngineSettings  # noqa: E402

@@ -36,7 +36,7 @@ from transformer_engine.pytorch import attention as te_attention  # isort: skip
 from transformer_engine.pytorch import linear as te_linear  # isort: skip
 from transformer_engine.pytorch import norm as te_norm  # isort: skip
 
-from moerl.algorithms.algorithm import SUPERVISED  # isort: skip
+from moerl.algorithms.mini_batch_loss import SUPERVISED  # isort: skip
 from moerl.config.schema.layout import Layout  # isort: skip
 from moerl.train.megatron_engine import MegatronEngine  # isort: skip
 

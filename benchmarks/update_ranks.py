@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from update_overhead import LR, MODEL_OPTIONS, build, random_batch, write_model
 
-from moerl.algorithms.algorithm import SUPERVISED
+from moerl.algorithms.mini_batch_loss import SUPERVISED
 from moerl.config.schema.layout import Layout
 
 WAYS = {"one": 1, "ep2": 2, "apart": 2}

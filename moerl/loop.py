@@ -21,23 +21,21 @@ from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.evaluator import Evaluator
 from moerl.evaluation.results import discard, write_results
-from moerl.observe.guards import check_finite, check_first_step, check_trained
+from moerl.observe.guards import check_step
 from moerl.observe.observer import Observer
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
-from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.group_runner import GroupRunner
-from moerl.rollout.hand_off import HandOff
+from moerl.rollout.producing import new_buffer, producing
 from moerl.rollout.prompts import PromptSource
-from moerl.rollout.straggler_buffer import StragglerBuffer
 from moerl.run_stop import Stop
 from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
 from moerl.train.optimizer.learning_rates import learning_rate
+from moerl.types.batch import StoredBatch
 from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats
-from moerl.types.stored_batch import StoredBatch
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +51,10 @@ async def run(
             prompts.refuse_other_data(state)
     with observe.phase("push"):
         await weights.push(first_version)
-    buffer, routes, algorithm = _buffer(config, algorithm, state, first_version), routes_to_replay(config), algorithm.resumed(state)
+    buffer, routes, algorithm = new_buffer(config, algorithm, state, first_version), routes_to_replay(config), algorithm.resumed(state)
     cursor = buffer.state()
     observe.ask(buffer, weights, residency)
-    async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
+    async with _saving(train, observe), producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             try:
                 await _evaluate(config, step, evaluator, weights, observe, stop)
@@ -75,7 +73,7 @@ async def run(
             batch = await _completed(config, step, groups, batch, algorithm, train, companions, observe)
             stats = await _update(config, step, groups, batch, algorithm, train, companions, observe)
             is_refused = weights.refuses(stats, step=step + 1)
-            _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
+            check_step(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.state()
             algorithm = algorithm if is_refused else algorithm.after_step(stats, groups)
             observe.step(version, groups, stats)
@@ -134,56 +132,6 @@ async def _saving(train: TrainGroup, observe: Observer) -> AsyncIterator[None]:
     observe.saved(await train.saved(wait=True))
 
 
-@asynccontextmanager
-async def _producing(
-    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: HandOff
-) -> AsyncIterator[None]:
-    """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
-
-    def settle(ticket: int, group: Group | None) -> None:
-        # A function of its own: a name of the loop below would hold the group, and its samples in the object store, until the next one.
-        if group is not None:
-            (buffer.fill if algorithm.keeps_group(group) else buffer.drop)(ticket, group)
-
-    async def produce() -> None:
-        while True:
-            ticket = await buffer.reserve()
-            settle(ticket, await buffer.unless_parked(ticket, runner.run(prompts.prompt_at(ticket))))
-
-    is_over = False
-
-    def report(task: "asyncio.Task[None]") -> None:
-        if task.cancelled():
-            if not is_over:  # its slot would stay empty, and `take` wait for it
-                buffer.fail(MoerlError("a task that draws samples was cancelled from within: a bug of moerl"))
-        elif (error := task.exception()) is not None:
-            buffer.fail(error)
-
-    tasks = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
-    for task in tasks:
-        task.add_done_callback(report)
-    try:
-        yield
-    finally:
-        is_over = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any], first_version: int) -> HandOff:
-    options: dict[str, Any] = dict(
-        groups_per_step=config.groups_per_step,
-        max_staleness=config.max_staleness,
-        max_attempts=algorithm.max_attempts,
-        first_ticket=state.get("drawn", 0),
-        skipped=state.get("skipped", ()),
-    )
-    if config.spare_groups:
-        return StragglerBuffer(spare_groups=config.spare_groups, num_steps=config.num_steps - first_version, **options)
-    return GroupBuffer(num_slots=config.groups_in_flight, **options)
-
-
 async def _completed(
     config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup,
     companions: Companions | None, observe: Observer,
@@ -223,19 +171,3 @@ async def _update(
     with observe.phase("update"):
         stats = await train.update(batch, algorithm.loss, lr=lr)
     return replace(stats, companions=told, **algorithm.state())
-
-
-def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is_reference: bool) -> None:
-    """`is_reference`: the run began with the weights of model.path."""
-    # Routes of a server bind the policy alone: the reference routes by itself, and a near tie may go another way.
-    fresh = is_reference and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
-    check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
-    check_trained(stats, step=step + 1)
-    if is_first:
-        check_first_step(
-            stats,
-            limit=config.weights.mismatch_limit,
-            on_policy=True,  # nothing older than the weights just pushed was running
-            own_old_logprobs=config.train.old_logprobs == "trainer",
-            fresh=fresh,
-        )

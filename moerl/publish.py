@@ -23,14 +23,12 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.run_rails import RunRails
 from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.group import TrainGroup
-from moerl.types.batch import TrainBatch
+from moerl.types.batch import StoredBatch, TrainBatch
 from moerl.types.errors import EngineError, GuardError, HangError, MoerlError, WeightError
 from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
-from moerl.types.stored_batch import StoredBatch
-from moerl.weights.plan.kept_plan import KeptPlan
-from moerl.weights.plan.run_plan import RankPlaces
+from moerl.weights.plan.run_plan import KeptPlan, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 

@@ -58,7 +58,7 @@ class Residency:
             await self._timed("trainer_wake", self._train.wake())
 
     async def share(self) -> None:
-        """Nothing to do in sharing."""
+        """To sharing: weights of both are on the GPUs, neither the optimizer nor caches. Nothing to do in sharing."""
         if self.state == "sharing" and self._entering is None:
             return
         async with self._enter("sharing"):
@@ -70,6 +70,7 @@ class Residency:
                 await self._timed("trainer_wake", self._train.wake())
 
     async def serve(self) -> None:
+        """To serving: the trainer sleeps, the servers have their caches and take requests again."""
         async with self._enter("serving"):
             await self._timed("trainer_sleep", self._train.sleep())
             await self._timed("servers_wake_cache", self._each(lambda member: self._pool.wake(("cache",), [member])))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.algorithms.algorithm import SUPERVISED
+from moerl.algorithms.mini_batch_loss import SUPERVISED
 from moerl.cluster.placement import ProcessPlace
 from moerl.config.schema.run_config import RunConfig, SFTConfig
 from moerl.models.plain_tokenizer import Tokenizer

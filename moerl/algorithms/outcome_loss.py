@@ -7,7 +7,7 @@ of a right answer and 0 for those of a wrong one.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 
 if TYPE_CHECKING:
     from moerl.algorithms.columns import TokenColumns, TokenLoss

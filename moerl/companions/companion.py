@@ -12,7 +12,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, newest
 from moerl.train.group import MegatronTrainGroup, Role
-from moerl.types.stored_batch import StoredBatch
+from moerl.types.batch import StoredBatch
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
 from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.optimizer.learning_rates import learning_rate
+from moerl.types.batch import StoredBatch
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats
 from moerl.types.stored import keep
-from moerl.types.stored_batch import StoredBatch
 
 
 class Companions:

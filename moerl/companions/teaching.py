@@ -9,10 +9,10 @@ import numpy as np
 from moerl.companions.companion import Companion, plain
 from moerl.config.schema.companion_config import DistillationConfig
 from moerl.train.group import MegatronTrainGroup
+from moerl.types.batch import StoredBatch
 from moerl.types.errors import DataError
 from moerl.types.groups import Prompt, Sample
 from moerl.types.stored import Stored, StoredCompletion, Stream, keep
-from moerl.types.stored_batch import StoredBatch
 
 _STREAMS: frozenset[Stream] = frozenset({"kl"})
 _ITSELF = ""

@@ -1,4 +1,4 @@
 """Hangs: what every process does, who did not arrive, and the report of it.
 
-What a run does about it is in the driver (run.py, publish.py).
+They are noticed where somebody waits: for ranks in train/rank_calls.py, for servers in rollout/fleet/fleet.py, for pushes in publish.py.
 """

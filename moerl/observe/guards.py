@@ -7,6 +7,7 @@ no KL to itself. slime's debugging guide asks people to look at these numbers; h
 import logging
 from typing import Literal
 
+from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import GuardError
 from moerl.types.stats import StepStats
 
@@ -81,3 +82,19 @@ def mismatch_message(stats: StepStats, limit: float, when: str) -> str:
         "  1 and more: a stale engine (compare the version it serves with the trainer's), another model or tokenizer, or a chat\n"
         "    template that gave the two sides different prompt tokens."
     )
+
+
+def check_step(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is_reference: bool) -> None:
+    """Guards of a step; `is_first`: of this process. `is_reference`: the run began with the weights of model.path."""
+    # Routes of a server bind the policy alone: the reference routes by itself, and a near tie may go another way.
+    fresh = is_reference and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
+    check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
+    check_trained(stats, step=step + 1)
+    if is_first:
+        check_first_step(
+            stats,
+            limit=config.weights.mismatch_limit,
+            on_policy=True,  # nothing older than the weights just pushed was running
+            own_old_logprobs=config.train.old_logprobs == "trainer",
+            fresh=fresh,
+        )

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.hangs.watched import WatchedProcess
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.train.memory.memory_states import MemoryStates
-from moerl.types.batch import TrainBatch
+from moerl.types.batch import Batch, TrainBatch
 from moerl.types.push import TensorSpec
 from moerl.types.stats import SavedCheckpoint, ServerMismatch, StepStats, disagreeing
 from moerl.types.stored import Here, Stored
-from moerl.types.stored_batch import Batch
 from moerl.weights.local_source import LocalSource
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.cluster.placement import ProcessPlace, find_placement
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.schema.custom_part import modules_of_files
@@ -25,9 +25,9 @@ from moerl.train.checkpoint.saver import CheckpointSaver
 from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
+from moerl.types.batch import Batch, StoredBatch
 from moerl.types.stats import MemoryStats, SavedCheckpoint, StepStats
 from moerl.types.stored import Here, Stored, keep
-from moerl.types.stored_batch import Batch, StoredBatch
 from moerl.weights.sync import WeightSource
 
 

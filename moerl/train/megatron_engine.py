@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests
@@ -30,8 +30,8 @@ from moerl.train.memory.offload import DeviceMemory
 from moerl.train.optimizer.optimizer import NoOptimizer, build_optimizer
 from moerl.train.push.pushed_tensors import PushedTensors
 from moerl.train.step import TrainStep
+from moerl.types.batch import Batch
 from moerl.types.stats import RoutingStats, StepStats
-from moerl.types.stored_batch import Batch
 
 
 class MegatronEngine:

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.micro_batch_plan import Balance, Bins, Planner
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack, unpack_scores
 from moerl.train.batching.rank_share import Share
@@ -40,10 +40,9 @@ from moerl.train.megatron.router_replay import KeptRoutes
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.optimizer.optimizer import norm_known
 from moerl.train.rank_progress import counted
-from moerl.types.batch import TrainBatch
+from moerl.types.batch import Batch, TrainBatch
 from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stats import disagreeing
-from moerl.types.stored_batch import Batch
 
 
 class TrainStep:

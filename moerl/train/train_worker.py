@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ray
 
-from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.run_secret import RunSecret
@@ -38,11 +38,11 @@ from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
+from moerl.types.batch import Batch
 from moerl.types.errors import ConfigError, problem
 from moerl.types.push import Transport
 from moerl.types.stats import StepStats
 from moerl.types.stored import InStore, keep
-from moerl.types.stored_batch import Batch
 from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
 

@@ -1,7 +1,7 @@
 """Tensors of one push on their way into a model: pieces are loaded as they come, or joined where the engine's loader wants a tensor whole,
 and compared with what the trainer sent where they then lie."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -11,10 +11,12 @@ from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec
 from moerl.weights.plan.spec_tensors import CPU, box_of, torch_dtype, view_as
 from moerl.weights.plan.tensor_specs import first_few
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage
 from moerl.weights.verify.digest import tensor_digest
-from moerl.weights.verify.installed import found_digest
-from moerl.weights.verify.places import Place, Start, parts_of
+from moerl.weights.verify.places import Part, Place, Start, parts_of
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 DEVICE_BYTES = 2 * 256 * 2**20
 """Two buckets of weights.bucket_bytes as it is by default."""
@@ -45,21 +47,6 @@ class Assembly:
         """It is loaded."""
         if whole.device != CPU:
             self._left += whole.nbytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loader:
-    """How tensors get into a model."""
-
-    load: Callable[[str, Start, torch.Tensor], Sequence[Place] | None]
-    """(name of a tensor in checkpoints, where a piece of it begins, the piece): copies into the model what this process holds of it, and
-    returns where that lies, possibly with all else that it holds of the tensor. The piece's memory is the sender's or the network's: it
-    must not be kept. A tensor that is taken whole is one piece, in memory that may be kept; None: it is, and is copied later, after which
-    WeightSession.verify must be called."""
-    takes_whole: Callable[[str], bool] = lambda name: False
-    """Whether `load` takes no pieces of a tensor."""
-    settle: Callable[[], None] = lambda: None
-    """Called when everything has come, before the push is finished."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -197,3 +184,36 @@ def _received(entry: BucketEntry, piece: Piece, spec: TensorSpec, data: torch.Te
             f"{spec.dtype}{list(piece.shape)} has {expected}; sender and receiver must run the same version of moerl"
         )
     return view_as(data[entry.offset : end], TensorSpec(name=spec.name, shape=piece.shape, dtype=spec.dtype))
+
+
+def found_digest(parts: Sequence[Part], received: torch.Tensor, digest: str) -> str:
+    """`digest`, which the trainer's bytes have, if each of the `parts`, in which a process holds a piece or some of it, has the trainer's
+    bytes too; else that of what is there instead. Each byte that is held is read once for its digest; only of a piece that is held in
+    part the digest is of what came, with which the part is compared."""
+    whole = [part.held for part in parts if part.held.numel() == received.numel()]
+    rest = [part for part in parts if part.held.numel() < received.numel()]
+    for held in whole:
+        if (found := tensor_digest(held)) != digest:
+            return found
+    if not rest:
+        return digest
+    # Compared before the digest is made: what changes in the sender's memory meanwhile shows in one of the two.
+    are_same = all(_same_bytes(part.held, part.sent) for part in rest)
+    return tensor_digest(received) if are_same else _digest_with(rest, received)
+
+
+def _same_bytes(held: torch.Tensor, sent: torch.Tensor) -> bool:
+    if held.dtype != sent.dtype:
+        return False
+    integer = _INTEGERS[held.element_size()]
+    return torch.equal(held.view(integer), sent.view(integer))
+
+
+def _digest_with(parts: Sequence[Part], received: torch.Tensor) -> str:
+    """Digest of what came, with what is there instead of it."""
+    if parts[0].held.dtype != received.dtype:
+        return tensor_digest(parts[0].held)
+    piece = received.clone()
+    for part in parts:
+        piece[part.place].copy_(part.held)
+    return tensor_digest(piece)

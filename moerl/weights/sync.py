@@ -23,8 +23,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
-from moerl.weights.plan.kept_plan import KeptPlan
-from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces
+from moerl.weights.plan.run_plan import KeptPlan, Nodes, Outline, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.receiver_protocol import WeightReceiver
 
@@ -43,7 +42,8 @@ OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
 
 
 class WeightSource(Protocol):
-    """Trainer's side of a push: the verbs of weights.send.WeightSender on its ranks. Only `digests` may be collective among them."""
+    """Trainer's side of a push: the verbs of weights.send.WeightSender on its ranks, to which train/push/push_source.py (MegatronSource,
+    the only one of a run) carries them. Only `digests` may be collective among ranks."""
 
     async def outline(self) -> Outline:
         """Outline of every push."""

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from checkpoint_jobs import load, save
 from engine_jobs import new_engine
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.models.hf_checkpoint import write_shards
 from moerl.train.engine_settings import EngineSettings

@@ -13,7 +13,7 @@ from engine_jobs import new_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.engine_settings import EngineSettings

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import pytest
 from sources import ROOT
 
+from moerl.config.reference import settings
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 
 _MARKED = re.compile(r"^<!-- (run|file: (\S+)) -->\n((?:    .*\n|\n)+)", re.MULTILINE)
@@ -90,4 +92,18 @@ def test_whatever_a_document_names_in_the_repository_is_there():
         for path in sorted({path.rstrip("/") for path in named.findall(document.read_text())}):
             if path not in known and f"{path}.py" not in known and "NAME" not in path and "FAMILY" not in path:
                 missing.append(f"{document.relative_to(ROOT)}: {path}")
+    assert missing == []
+
+
+def test_every_name_and_setting_of_where_to_change_is_there():
+    text = (ROOT / "docs" / "where-to-change.md").read_text()
+    rows = [row for line in text.splitlines() if len(row := line.strip("|").split("|")) == 3 and "---" not in line]
+    assert len(rows) > 50
+    keys, missing = {re.sub(r"\[.*\]", "", setting.path) for setting in settings()}, []
+    for _, setting, where in rows:
+        missing += [key for key in re.findall(r"`([^`]+)`", setting) if key not in keys]
+        for path, names in re.findall(r"`(moerl/[^`]+\.py)`(?: \(((?:`\w+`(?:, )?)+)\))?", where):
+            source = (ROOT / path).read_text()
+            defined = [rf"^\s*(?:class|(?:async )?def) {name}\b|^{name}\b" for name in re.findall(r"\w+", names)]
+            missing += [f"{path}: {name}" for name in defined if not re.search(name, source, re.MULTILINE)]
     assert missing == []

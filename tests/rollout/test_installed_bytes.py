@@ -6,9 +6,9 @@ import torch
 from moerl.rollout.engines.installed_bytes import InstalledBytes
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
+from moerl.weights.installation import found_digest
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.verify.digest import tensor_digest
-from moerl.weights.verify.installed import found_digest
 from moerl.weights.verify.places import parts_of
 
 

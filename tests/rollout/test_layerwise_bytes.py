@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
+from moerl.weights.installation import found_digest
 from moerl.weights.verify.digest import tensor_digest
-from moerl.weights.verify.installed import found_digest
 from moerl.weights.verify.places import parts_of
 
 

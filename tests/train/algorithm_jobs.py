@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from engine_jobs import new_engine
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.engine_settings import EngineSettings

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from engine_jobs import new_engine
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.checkpoint.checkpoint_dirs import HEAD, FileDigests, digest_files
 from moerl.train.engine_settings import EngineSettings

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from checkpoint_jobs import load, save
 from engine_jobs import new_engine, train
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.engine_settings import EngineSettings

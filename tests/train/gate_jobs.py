@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from engine_jobs import new_engine, parameters
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
 from moerl.train.engine_settings import EngineSettings

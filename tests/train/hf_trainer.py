@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import check, read_state
 from moerl.train.engine_settings import EngineSettings

@@ -11,7 +11,7 @@ from engine_jobs import Trained, new_engine
 from memory_jobs import _two_steps, doze, train_in_phases
 from torch.overrides import TorchFunctionMode
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.engine_settings import EngineSettings

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint_jobs import files_in, write
 from engine_jobs import Trained, new_engine
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch

@@ -7,7 +7,7 @@ import torch
 from engine_jobs import new_engine
 from torch import Tensor
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch

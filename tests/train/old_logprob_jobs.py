@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch

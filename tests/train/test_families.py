@@ -17,7 +17,7 @@ from family_jobs import prove
 from hf_trainer import HFTrainGroup
 from safetensors.torch import load_file
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.layout import Layout

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from awake import awake
 
-from moerl.algorithms.algorithm import SUPERVISED, Loss
 from moerl.algorithms.columns import TokenLoss
+from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.deadlines import DeadlineConfig
@@ -32,8 +32,8 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
-from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
 from moerl.weights.weight_session import WeightSession

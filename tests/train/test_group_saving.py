@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from moerl.algorithms.algorithm import SUPERVISED
+from moerl.algorithms.mini_batch_loss import SUPERVISED
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.layout import Layout

@@ -10,7 +10,7 @@ from engine_jobs import Trained, train
 from engine_ranks import run_ranks
 from hf_trainer import HFTrainGroup
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms.algorithm import SUPERVISED, Loss, loss_of
 from moerl.algorithms.columns import TokenLoss
+from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, loss_of
 from moerl.config.algorithm_settings import algorithm, of_plain
 from moerl.train.batching.micro_batch_plan import plan_micro_batches
 from moerl.train.batching.packed_sequences import pack

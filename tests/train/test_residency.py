@@ -9,7 +9,7 @@ from awake import awake
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.algorithms.algorithm import SUPERVISED
+from moerl.algorithms.mini_batch_loss import SUPERVISED
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.fake_group import FakeTrainGroup
 from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Bytes, Call, MemoryStates, Offload

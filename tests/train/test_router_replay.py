@@ -83,7 +83,7 @@ def plain_gradients(chosen, batch):
     """By the names of the checkpoint."""
     import asyncio
 
-    from moerl.algorithms.algorithm import loss_of
+    from moerl.algorithms.mini_batch_loss import loss_of
     from moerl.config.algorithm_settings import algorithm
 
     async def scenario():

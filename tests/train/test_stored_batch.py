@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from moerl.train.batching.micro_batch_plan import Planner, split_mini_batches
 from moerl.train.batching.rank_share import Share, shares
 from moerl.train.loss.batch_loss import Denominators
+from moerl.types.batch import StoredBatch
 from moerl.types.routes import RouteShape
 from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Here, Payload, fetch
-from moerl.types.stored_batch import StoredBatch
 
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
 COLUMNS = ("token_ids_T", "response_mask_T", "rollout_logprobs_T", "advantages_T", "old_logprobs_T", "reference_logprobs_T", "routes_T")

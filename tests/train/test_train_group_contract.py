@@ -12,7 +12,7 @@ from awake import awake
 from engine_cases import random_batch, settings
 from hf_trainer import HFTrainGroup
 
-from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.mini_batch_loss import loss_of
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.layout import Layout
@@ -26,8 +26,8 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ResidencyError, WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.in_thread import in_thread
-from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
 from moerl.weights.weight_session import WeightSession

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_deliveries import an_outline, shares
 
-from moerl.weights.plan import kept_plan
+from moerl.weights.plan import run_plan
 from moerl.weights.plan.buckets import in_order
-from moerl.weights.plan.kept_plan import KeptPlan
-from moerl.weights.plan.run_plan import RankPlaces, plan_deliveries
+from moerl.weights.plan.run_plan import KeptPlan, RankPlaces, plan_deliveries
 
 NODES = {"a": ["x"], "b": ["x"], "c": ["y"]}
 OUTLINE = an_outline()
@@ -21,7 +20,7 @@ KINDS = {"ipc": (None, None), "nccl": (NODES, None), "relay": (NODES, PLACES)}
 def made(monkeypatch):
     """Servers of every plan that is made."""
     found = []
-    monkeypatch.setattr(kept_plan, "plan_deliveries", lambda *inputs: found.append(list(inputs[1])) or plan_deliveries(*inputs))
+    monkeypatch.setattr(run_plan, "plan_deliveries", lambda *inputs: found.append(list(inputs[1])) or plan_deliveries(*inputs))
     return found
 
 

@@ -7,12 +7,11 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
-from moerl.weights import send
-from moerl.weights.installation import Loader
+from moerl.weights import installation, send
 from moerl.weights.plan.buckets import ALIGNMENT
 from moerl.weights.plan.spec_tensors import box_of
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.transport.shared_memory import SharedReader
-from moerl.weights.verify import installed
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import copy_into, place_of_all
 
@@ -77,14 +76,14 @@ def install(source):
 
 def test_every_byte_is_read_once_for_its_digest_by_who_sends_it_and_by_who_installed_it(source, install, bucket, monkeypatch):
     read = {"sent": 0, "installed": 0}
-    halves, digest = send.digest_halves, installed.tensor_digest
+    halves, digest = send.digest_halves, installation.tensor_digest
 
     def counting(side, function, tensor):
         read[side] += tensor.nbytes
         return function(tensor)
 
     monkeypatch.setattr(send, "digest_halves", partial(counting, "sent", halves))
-    monkeypatch.setattr(installed, "tensor_digest", partial(counting, "installed", digest))
+    monkeypatch.setattr(installation, "tensor_digest", partial(counting, "installed", digest))
     num_bytes = sum(tensor.nbytes for tensor in MODEL.values())
     source.sender._job = (bucket, replace(bucket, index=1))  # to two nodes
     source.sender.digests()

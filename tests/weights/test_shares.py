@@ -10,10 +10,10 @@ from session_process import EngineProcess, Source, first_push
 from moerl.rollout.engines.installed_bytes import InstalledBytes
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.installation import Loader
+from moerl.weights import installation
 from moerl.weights.plan.spec_tensors import box_of, spec_of
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
-from moerl.weights.verify import installed
 from moerl.weights.weight_session import WeightSession
 
 CUTS = {"q": 0, "o": 1, "norm": None}
@@ -107,9 +107,9 @@ NONE = {}
 @pytest.mark.parametrize("source", [CUTS], indirect=True)
 @pytest.mark.parametrize("ends", HALVES)
 def test_a_process_reads_its_own_share_once_for_digests_and_nothing_else(source, ends, monkeypatch):
-    read, digest = [], installed.tensor_digest
-    monkeypatch.setattr(installed, "tensor_digest", lambda tensor: read.append(tensor.nbytes) or digest(tensor))
-    monkeypatch.setattr(installed, "_same_bytes", lambda held, sent: pytest.fail("it holds a part of a piece"))
+    read, digest = [], installation.tensor_digest
+    monkeypatch.setattr(installation, "tensor_digest", lambda tensor: read.append(tensor.nbytes) or digest(tensor))
+    monkeypatch.setattr(installation, "_same_bytes", lambda held, sent: pytest.fail("it holds a part of a piece"))
     manifest, offer = first_push(source, processes=2)
     shard = Shard(ends)
     shard.push(source, manifest, offer)

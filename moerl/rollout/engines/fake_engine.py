@@ -23,7 +23,7 @@ from moerl.types.completion import Completion, FinishReason, SamplingParams, Ser
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
-from moerl.weights.installation import Loader
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import Place, Start, copy_into
 from moerl.weights.weight_session import WeightSession
 

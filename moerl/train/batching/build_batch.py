@@ -10,13 +10,12 @@ from moerl.algorithms.advantages import ScoredTokens, turns
 from moerl.algorithms.algorithm import Algorithm
 from moerl.algorithms.kl_on_driver import kl_values
 from moerl.config.schema.custom_part import CustomPart
-from moerl.types.batch import TrainBatch
+from moerl.types.batch import StoredBatch, TrainBatch
 from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
 from moerl.types.groups import Group, Prompt, Sample
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Here, Stored, StoredCompletion, fetch
-from moerl.types.stored_batch import StoredBatch
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
 

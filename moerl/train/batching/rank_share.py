@@ -10,8 +10,7 @@ import numpy as np
 
 from moerl.train.batching.micro_batch_plan import Bins, Planner
 from moerl.train.batching.packed_sequences import PackedMicroBatch
-from moerl.types.batch import TrainBatch
-from moerl.types.stored_batch import Batch, StoredBatch
+from moerl.types.batch import Batch, StoredBatch, TrainBatch
 
 
 def shares(batch: StoredBatch, planner: Planner, num_updates: int) -> list[StoredBatch]:

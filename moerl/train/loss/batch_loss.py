@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
-from moerl.types.stored_batch import Batch
+from moerl.types.batch import Batch
 
 TEACHER_FALL = 0.2
 """Loss of probability since the rollout from which on a token is not taught."""

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, token_columns
-from moerl.types.batch import TrainBatch
-from moerl.types.stored_batch import Batch
+from moerl.types.batch import Batch, TrainBatch
 
 Reduce = Callable[[Tensor], None]
 """Sum over data-parallel ranks, in place."""

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.types.batch import TrainBatch
-from moerl.types.stored_batch import Batch
+from moerl.types.batch import Batch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

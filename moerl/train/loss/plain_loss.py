@@ -9,8 +9,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened_rewards
-from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
+from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
+from moerl.algorithms.mini_batch_loss import Loss
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of
 from moerl.config.rules.algorithm_rules import custom_problems

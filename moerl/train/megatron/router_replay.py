@@ -29,9 +29,9 @@ from moerl.config.schema.layout import Layout
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.batching.token_costs import mixture_layers
 from moerl.train.megatron.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
+from moerl.types.batch import Batch
 from moerl.types.errors import TrainError
 from moerl.types.routes import RouteShape, is_unknown
-from moerl.types.stored_batch import Batch
 
 
 @dataclass(slots=True, kw_only=True)

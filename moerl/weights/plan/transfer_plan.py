@@ -1,4 +1,5 @@
-"""Who sends what to whom in a push: from the trainer's layout, the rollout's and the model's tensors, before anything runs.
+"""Who sends what to whom in a push, as data, and how it is decided (by `senders.py`): from the trainer's layout, the rollout's and the
+model's tensors, before anything runs.
 
     trainer rank --network--> one GPU of every node that reads the tensor --NVLink--> the other readers of that node
 

@@ -28,8 +28,8 @@ from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
-from moerl.weights.installation import Loader
 from moerl.weights.plan.tensor_specs import first_few
+from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import Place, Start
 from moerl.weights.weight_session import WeightSession
 
