@@ -30,7 +30,9 @@ from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.weights.plan.run_plan import KeptPlan, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
-from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
+from moerl.weights.push_calls import SOURCE
+from moerl.weights.sync import WeightSync
+from moerl.weights.transport.resolve_transport import resolve_transport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,11 +14,13 @@ from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import faults, numbered, part_bytes, relays_of, without_collections
+from moerl.weights.plan.fp8_pairs import FP8_DTYPE
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.run_plan import numbered, part_bytes, relays_of, without_collections
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import FP8_DTYPE, Rails, Relays, RolloutLayout, TransferPlan
+from moerl.weights.plan.transfer_plan import Rails, Relays, RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,33 +12,26 @@ Pausing the engines around a push is the caller's. After a failed push every rec
 import asyncio
 import logging
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from moerl.cluster.error_texts import is_consequence
 from moerl.cluster.run_secret import RunSecret
-from moerl.types.errors import HangError, WeightError
+from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
 from moerl.weights.plan.run_plan import KeptPlan, Nodes, Outline, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
+from moerl.weights.push_calls import SOURCE, OnLate, PushCalls
 from moerl.weights.receiver_protocol import WeightReceiver
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SOURCE = "trainer"
-"""Name of the sending side in errors."""
-
 _PATIENCE = 0.9
 """Share of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
 hangs."""
-
-OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
-"""Called with what was done (of the push) and the names of the sides that did not arrive: the report about them."""
 
 
 class WeightSource(Protocol):
@@ -83,9 +76,10 @@ class WeightSync:
     ):
         """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `ranks`: places of the trainer's, for
         relay. `rails`: of all processes, servers' in that order; None: any two cards are as good. `plan`: of the pushes before this object;
-        None: there were none. `deadline_seconds` bounds one call to all, and so the time in which all bytes must arrive; once one has
-        failed, the others get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
-        self._on_late, self._plan = on_late, KeptPlan() if plan is None else plan
+        None: there were none. `deadline_seconds`, `settle_seconds`, `on_late`: of PushCalls; the first bounds the time in which all
+        bytes must arrive."""
+        self._calls = PushCalls(deadline_seconds=deadline_seconds, settle_seconds=settle_seconds, on_late=on_late)
+        self._plan = KeptPlan() if plan is None else plan
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
@@ -94,19 +88,18 @@ class WeightSync:
         if transport in ("nccl", "relay"):
             self._nodes = dict.fromkeys(receivers, ("",)) if nodes is None else nodes
         self._ranks = ranks if transport == "relay" else None
-        self._deadline_seconds = deadline_seconds
-        self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
         self._connected = False
 
     async def connect(self) -> None:
         """Plan, and build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
         self._connected = False
-        needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
+        asked = {name: receiver.needs() for name, receiver in self._receivers.items()}
+        needs: dict[str, Needs] = await self._calls.together("asking for needs", asked)
         if self._plan.outline is None:
             self._plan.outline = await self._source.outline()
         self._deliveries = await asyncio.to_thread(self._plan.of, needs, self._nodes, self._ranks, self._rails)
-        jobs, seconds = self._deliveries.jobs, _PATIENCE * self._deadline_seconds
+        jobs, seconds = self._deliveries.jobs, _PATIENCE * self._calls.deadline_seconds
         secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
         address = await self._source.listen(self._transport, jobs, seconds, secret)
         num_readers = sum(map(len, needs.values()))
@@ -126,7 +119,7 @@ class WeightSync:
                 secret=secret.key,
             )
             calls[name] = self._receivers[name].connect(offer)
-        await self._together(f"connecting by {self._transport}", calls)
+        await self._calls.together(f"connecting by {self._transport}", calls)
         self._connected = True
 
     async def push(self, version: int) -> PushStats:
@@ -138,14 +131,14 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         try:
-            await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
+            await self._calls.together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
         except WeightError:
             self._plan.outline = None  # what a server refuses may have been left out of it
             raise
         installs: dict[str, Coroutine[Any, Any, Any]] = {name: receiver.install() for name, receiver in self._receivers.items()}
-        num_written = (await self._together("the transfer", {SOURCE: self._source.send(), **installs}))[SOURCE]
+        num_written = (await self._calls.together("the transfer", {SOURCE: self._source.send(), **installs}))[SOURCE]
         push_ids = {name: secrets.token_hex(8) for name in self._receivers}
-        await self._together("finish", {name: receiver.finish(version, push_ids[name]) for name, receiver in self._receivers.items()})
+        await self._calls.together("finish", {name: receiver.finish(version, push_ids[name]) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True
         buckets = [bucket for job in self._deliveries.jobs.values() for bucket in job]
@@ -163,97 +156,7 @@ class WeightSync:
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
 
-    async def _together(self, step: str, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """All calls at once, and what they return. When not all succeed in time: an error of the trainer that is none of the push, as it
-        is; else WeightError with every failure, first failure first."""
-        tasks: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-        ended: list[asyncio.Future[T]] = []
-        late: HangError | None = None
-        for task in tasks.values():
-            task.add_done_callback(ended.append)
-        try:
-            if (hanging := await self._hanging(tasks)) and self._on_late is not None:
-                late = await self._on_late(step, hanging)
-        finally:
-            silent = [name for name, task in tasks.items() if not task.done()]
-            for name in silent:
-                tasks[name].cancel()
-            outcomes = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
-        await asyncio.sleep(0)  # from Python 3.12 on a gather of finished tasks does not yield, and the last have not been noted yet
-        in_order_of_end = sorted(tasks, key=lambda name: ended.index(tasks[name]))
-        failures = {name: failure for name in in_order_of_end if isinstance(failure := outcomes[name], BaseException)}
-        of_trainer = failures.get(SOURCE)
-        if of_trainer is not None and SOURCE not in silent and not isinstance(of_trainer, WeightError):
-            raise of_trainer
-        if failures:
-            said = _explain(step, failures, silent)
-            if late is not None:
-                raise WeightError(f"{said}\n{late}") from late
-            raise WeightError(said) from next(iter(failures.values()))
-        return {name: task.result() for name, task in tasks.items()}
-
-    async def _hanging(self, tasks: Mapping[str, asyncio.Future[T]]) -> list[str]:
-        """To be looked at: those that have not ended at the deadline, or some time after the first failure; if each has only lost or
-        awaited others, all that failed. Nobody where a cause is known: who then has not ended may be well, and busy."""
-        done, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
-        if pending and any(task.exception() is not None for task in done):
-            await asyncio.wait(pending, timeout=self._settle_seconds)
-            if SOURCE in tasks and not tasks[SOURCE].done():  # it has deadlines of its own, and then names the rank that failed
-                await asyncio.wait([tasks[SOURCE]], timeout=self._deadline_seconds)
-                await asyncio.wait(tasks.values(), timeout=self._settle_seconds)
-        failed = {name: error for name, task in tasks.items() if task.done() and (error := task.exception()) is not None}
-        if not all(map(is_consequence, failed.values())):
-            return []
-        silent = [name for name, task in tasks.items() if not task.done()]
-        return silent or (list(failed) if SOURCE in tasks else [])
-
 
 def _num_crossing(bucket: Bucket) -> int:
     """Bytes of its pieces that cross the network."""
     return 0 if bucket.relay == bucket.sender else sum(entry.num_bytes for entry in bucket.entries)
-
-
-def resolve_transport(
-    transport: Literal["auto", "ipc", "nccl", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str], shares_gpus: bool
-) -> Transport:
-    """auto: ipc if every trainer rank and every receiver run on one host, else nccl. That is relay if servers share the trainer's GPUs and
-    every one has a rank on each of its hosts. WeightError for a host name that does not resolve."""
-    if transport == "auto":
-        common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
-        transport = "ipc" if common else "nccl"
-    return "relay" if transport == "nccl" and shares_gpus and set(receiver_hosts) <= set(source_hosts) else transport
-
-
-def _addresses(host: str) -> set[str]:
-    """The host's addresses; "here" stands for all of this host's own."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
-    except OSError as error:
-        raise WeightError(f"host = {host!r}: does not resolve ({error}); give an address this host can reach") from error
-    return {"here" if _is_local(address) else address for address in found}
-
-
-def _is_local(address: str) -> bool:
-    """Only an address of this host can be bound."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
-    """Errors of all sides; of those that only lost another they come last, if more is known of others."""
-    said = {name: "did not end in time and was cancelled" if name in silent else _headline(failure) for name, failure in failures.items()}
-    consequences = [name for name, failure in failures.items() if name not in silent and is_consequence(failure)]
-    causes = [name for name in failures if name not in consequences] or consequences
-    head = f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"
-    lines = [head, *(f"* {name}: {said[name]}" for name in causes)]
-    if others := [name for name in consequences if name not in causes]:
-        lines += ["lost them, or waited for them:", *(f"* {name}: {said[name].splitlines()[0]}" for name in others)]
-    return "\n".join(lines)
-
-
-def _headline(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"

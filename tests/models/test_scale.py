@@ -24,7 +24,7 @@ from moerl.models.families.parts.family import Family, Rule, Sizes
 from moerl.models.shards import cut_dim, merge, split
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import faults
+from moerl.weights.plan.plan_faults import faults
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes

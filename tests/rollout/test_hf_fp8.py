@@ -16,8 +16,8 @@ from moerl.models import fp8_names
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.fp8_weights import FP8Weights
 from moerl.types.errors import WeightError
+from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.plan.spec_tensors import spec_of
-from moerl.weights.plan.transfer_plan import in_fp8
 
 pytestmark = pytest.mark.usefixtures("forked")
 

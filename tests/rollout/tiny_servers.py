@@ -35,8 +35,8 @@ from moerl.types.push import Transport
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Here
 from moerl.weights.local_source import LocalSource
+from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.plan.spec_tensors import spec_of
-from moerl.weights.plan.transfer_plan import in_fp8
 from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4

@@ -16,9 +16,9 @@ from moerl.train.push.push_source import MegatronSource
 from moerl.types.push import Bucket, TensorSpec, Transport
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job, stored_specs
+from moerl.weights.plan.fp8_pairs import fp8_specs, with_scales
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import fp8_specs, with_scales
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import tensor_digest
 

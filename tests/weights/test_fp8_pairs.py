@@ -12,10 +12,11 @@ from moerl.config.schema.layout import Layout
 from moerl.models import fp8_blocks, fp8_names
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries
-from moerl.weights.plan.run_plan import faults
+from moerl.weights.plan.fp8_pairs import is_ragged, with_scales
+from moerl.weights.plan.plan_faults import faults
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.spec_tensors import box_of
-from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, is_ragged, with_scales
+from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 SIZES = st.integers(1, 400)

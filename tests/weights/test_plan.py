@@ -17,7 +17,8 @@ from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan import senders
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import faults, relays_of
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.run_plan import relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import item_bytes

@@ -9,7 +9,8 @@ from test_plan import EXPERTS, cases, tensors_of
 
 from moerl.config.schema.layout import Layout
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import Outline, faults, plan_deliveries
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.run_plan import Outline, plan_deliveries
 from moerl.weights.plan.schedule import seconds
 from moerl.weights.plan.senders import RAIL_PARTS, plan_transfers
 from moerl.weights.plan.transfer_plan import Rails, RolloutLayout

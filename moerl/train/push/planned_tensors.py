@@ -3,7 +3,8 @@
 import megatron_patches
 from moerl.config.derive.model_configs import model_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.weights.plan.transfer_plan import PlannedTensor, with_scales
+from moerl.weights.plan.fp8_pairs import with_scales
+from moerl.weights.plan.transfer_plan import PlannedTensor
 
 
 def push_tensors(config: RunConfig) -> list[PlannedTensor]:

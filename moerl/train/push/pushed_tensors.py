@@ -17,10 +17,11 @@ from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.push.block_scales import BlockScales
 from moerl.types.push import TensorSpec
+from moerl.weights.plan.fp8_pairs import fp8_specs, is_ragged, with_scales
 from moerl.weights.plan.run_plan import Outline
 from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.plan.tensor_specs import expert_of
-from moerl.weights.plan.transfer_plan import PlannedTensor, fp8_specs, is_ragged, with_scales
+from moerl.weights.plan.transfer_plan import PlannedTensor
 
 
 class PushedTensors:

@@ -26,7 +26,7 @@ from moerl.rollout.engines.hf.hf_model import checkpoint_views, load_model, tens
 from moerl.rollout.engines.hf.scheduler import Scheduler
 from moerl.rollout.server.child import add_options, private_stdout, running, serve
 from moerl.rollout.server.limits import Limits
-from moerl.weights.plan.transfer_plan import in_fp8
+from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import copy_into
 from moerl.weights.weight_session import WeightSession

@@ -12,7 +12,7 @@ from moerl.models.fp8_blocks import dequantized
 from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.plan.transfer_plan import FP8_DTYPE
+from moerl.weights.plan.fp8_pairs import FP8_DTYPE
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into, place_of_all
 

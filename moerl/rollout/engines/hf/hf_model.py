@@ -24,8 +24,8 @@ from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
+from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.plan.spec_tensors import spec_of
-from moerl.weights.plan.transfer_plan import in_fp8
 
 EXPERTS = "moerl_invariant"
 """Name under which `every_expert_on_every_row` is registered with transformers."""
