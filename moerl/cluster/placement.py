@@ -10,7 +10,7 @@ import ray
 
 from moerl.cluster.ray_nodes import Node, alive_nodes, only_on
 from moerl.cluster.topology import by_name, by_topology
-from moerl.config.derive.gpu_map import MappedGPU, gpu_map, gpus_per_server
+from moerl.config.derive.gpu_map import MappedGPU, gpu_map
 from moerl.config.schema.run_config import PlacementConfig, RunConfig
 from moerl.types.errors import ConfigError, Problem, problem
 
@@ -45,7 +45,7 @@ def find_placement(config: RunConfig) -> RunPlacement:
     mapped, here = gpu_map(config), ray.get_runtime_context().get_node_id()
     nodes = _nodes(config.placement, alive_nodes(), here)
     # The hf server computes on CPU.
-    gpu_servers = mapped.servers if config.rollout.engine != "hf" else ()
+    gpu_servers = mapped.servers if config.rollout.traits.has_environment else ()
     needed = {gpu for gpus in (mapped.ranks, *mapped.beside.values(), *gpu_servers) for gpu in gpus}
     on_gpus = config.placement.device != "cpu" and any(node.num_gpus for node in nodes)
     if on_gpus and (missing := {gpu.node for gpu in needed if gpu.index >= nodes[gpu.node].num_gpus}):
@@ -60,7 +60,7 @@ def find_placement(config: RunConfig) -> RunPlacement:
         by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
         return tuple(place(gpus, number, on_gpu=with_gpus) for gpus in by_node)
 
-    with_gpus = gpus_per_server(config.rollout) > 0 and config.rollout.engine != "hf"
+    with_gpus = config.rollout.traits.has_environment
     return RunPlacement(
         ranks=tuple(place([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
         servers=tuple(places_of(gpus, number) for number, gpus in enumerate(mapped.servers)),

@@ -43,7 +43,7 @@ def _derived(config: RunConfig) -> list[str]:
 
 
 def _reception(config: RunConfig) -> str:
-    if config.rollout.engine == "fake":
+    if config.rollout.traits.runs_in_driver:
         return "in the driver"
     return f"{num_collectors(config)} collector(s), at most {reception_seconds(config):.2g} s for the samples of a step"
 

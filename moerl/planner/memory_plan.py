@@ -144,7 +144,7 @@ def planned(hf: Mapping[str, Any], config: RunConfig) -> tuple[list[RankMemory],
     """Ranks by stage, and a GPU of a server, for a layout without problems."""
     layout = config.rollout.layout
     divides = layout.gpus % layout.dp == 0 and layout.gpus % layout.ep == 0 and layout.tp > 0  # else reported by validation
-    server = server_memory(hf, config) if config.rollout.engine in ("vllm", "sglang") and divides else None
+    server = server_memory(hf, config) if config.rollout.traits.has_environment and divides else None
     return rank_memory(hf, config, server if num_shared(config) > 0 else None), server
 
 

@@ -180,10 +180,10 @@ def card_rate(config: RunConfig) -> float:
 
 
 def _is_joined(config: RunConfig, spec: TensorSpec) -> bool:
-    """Whether servers of the run put a tensor that comes in pieces together before they load it. vLLM's loader keeps tensors until it has
-    all of a layer (vllm/layerwise_bytes.py), and hf widens FP8 from whole pairs; other loaders take pieces as they come."""
+    """Whether servers of the run put a tensor that comes in pieces together before they load it."""
     is_pair = spec.dtype == FP8_DTYPE or spec.name.endswith(SCALE_SUFFIX)
-    return config.rollout.engine == "vllm" or (config.rollout.engine == "hf" and is_pair)
+    joined = config.rollout.traits.joined
+    return joined == "all" or (joined == "fp8" and is_pair)
 
 
 def _measured(

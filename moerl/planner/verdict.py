@@ -115,7 +115,7 @@ def _serving_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: 
 
 
 def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
-    if config.rollout.engine not in ("vllm", "sglang"):
+    if not config.rollout.traits.has_environment:
         return
     layout = config.rollout.layout
     if layout.gpus % layout.dp or layout.gpus % layout.ep:

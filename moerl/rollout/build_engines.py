@@ -42,7 +42,7 @@ def build_collector(
     fetch them."""
     rollout = config.rollout
     intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
-    if rollout.engine == "fake":
+    if rollout.traits.runs_in_driver:
         return LocalCollector(intake, keep=keep)
     # Ray is imported for this one only.
     from moerl.rollout.fleet.ray_collectors import RayCollectors

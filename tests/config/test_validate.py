@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moerl.config.load import load
+from moerl.config.schema.rollout_config import TRAITS
 from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
@@ -204,7 +206,8 @@ def test_a_config_json_without_a_needed_size_is_a_problem(checkpoint: Path):
 
 
 def test_an_engine_that_returns_no_routes_is_refused_for_replaying_them(monkeypatch):
-    monkeypatch.setattr("moerl.config.rules.engine_rules.ENGINES_WITH_ROUTES", ("fake",))
+    for engine in ("hf", "sglang"):
+        monkeypatch.setitem(TRAITS, engine, replace(TRAITS[engine], no_routes="a reason"))
     (problem,) = problems_of(DEMO, "train.router_replay=rollout")
     assert (problem.path, problem.rule) == ("train.router_replay", "needs rollout.engine of fake")
 

@@ -10,7 +10,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
-from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.rollout_config import TRAITS, RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.rollout.build_engines import ENGINES, build_engines
@@ -35,7 +35,7 @@ def config(*, deterministic=False, **rollout):
 
 def test_there_is_a_builder_for_every_engine_of_the_configuration():
     field = next(field for field in dataclasses.fields(RolloutConfig) if field.name == "engine")
-    assert set(ENGINES) == set(field.type.__args__)
+    assert set(ENGINES) == set(TRAITS) == set(field.type.__args__)
 
 
 @pytest.mark.parametrize("engine", ["hf", "fake"])

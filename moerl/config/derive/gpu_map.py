@@ -186,13 +186,13 @@ def _shortage(layout: Layout, servers: ServerShape, machine: Machine, beside: Ma
 
 def gpus_per_server(rollout: "RolloutConfig") -> int:
     """Or processes, where there are no GPUs. The fake engine is part of the driver."""
-    return 0 if rollout.engine == "fake" else rollout.layout.gpus
+    return 0 if rollout.traits.runs_in_driver else rollout.layout.gpus
 
 
 def num_gpus(config: "RunConfig") -> int:
     """GPUs of the ranks and of the servers that do not share theirs; the hf server computes on CPU."""
     rollout = config.rollout
-    per_server = 0 if rollout.engine == "hf" else gpus_per_server(rollout)
+    per_server = rollout.layout.gpus if rollout.traits.has_environment else 0
     ranks = config.train.layout.ranks + sum(layout.ranks for layout in own_layouts(config).values())
     return ranks + (rollout.num_servers - num_shared(config)) * per_server
 

@@ -11,7 +11,7 @@ from moerl.config.rules.facts import Facts
 from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, PrimeAdvantage, ReinforceAdvantage
 from moerl.config.schema.custom_part import CustomPart, load_class
 from moerl.config.schema.loss_config import GMPO, GSPO, TIS, IcePop, Rejection, SequenceMaskTIS
-from moerl.config.schema.rollout_config import MOST_LEFT
+from moerl.config.schema.rollout_config import MOST_LEFT, TRAITS
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import NOT_SET, Problem, problem
 
@@ -222,8 +222,8 @@ def _filter_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _engine_filter_problems(config: RunConfig, path: str, value: float) -> Iterator[Problem]:
     """Problems of engines that have to say what they left of the vocabulary."""
-    rollout, engine = config.rollout, config.rollout.engine
-    if engine == "sglang":
+    rollout = config.rollout
+    if rollout.engine == "sglang":
         if not 1 < rollout.top_k <= MOST_LEFT and rollout.top_k != 1:
             reason = f"SGLang says of a token at most {MOST_LEFT} entries that were left, and wants top_k to bound them"
             yield problem("rollout.top_k", rollout.top_k, f"must be in [2, {MOST_LEFT}]", reason, f"rollout.top_k={MOST_LEFT // 8}")
@@ -232,13 +232,11 @@ def _engine_filter_problems(config: RunConfig, path: str, value: float) -> Itera
             yield problem(
                 path, value, "needs rollout.layout.mtp_tokens=0", reason, "mtp_tokens=0, or rollout.top_p=1.0 and rollout.top_k=0"
             )
-    elif engine != "hf":
-        why = (
-            "vLLM says what was left only from its second model runner, which moerl does not run" if engine == "vllm" else "it has no model"
-        )
-        reason = f"{why}, and log-probs would be of another distribution"
-        fix = "rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine=hf or sglang"
-        yield problem(path, value, "needs rollout.engine=hf or sglang", reason, fix)
+    elif rollout.traits.no_sets:
+        reason = f"{rollout.traits.no_sets}, and log-probs would be of another distribution"
+        able = " or ".join(engine for engine, traits in TRAITS.items() if not traits.no_sets)
+        fix = f"rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine={able}"
+        yield problem(path, value, f"needs rollout.engine={able}", reason, fix)
 
 
 def _bound_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -17,15 +17,9 @@ from moerl.config.derive.environments import versions_here, versions_there
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_rules import replay_problems_of
-from moerl.config.schema.rollout_config import RolloutConfig, TLSConfig
+from moerl.config.schema.rollout_config import TRAITS, RolloutConfig, TLSConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
-
-_SERVED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe")
-FAMILIES = {"sglang": _SERVED, "vllm": (*_SERVED, "gpt_oss")}
-"""Families of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
-OPENED = ("mistral", "olmoe", "deepseek_v2")
-"""model_types without a family in moerl/models, opened by Megatron-Bridge, whose runs with both engines are tested."""
 
 CHECK_SECONDS = 120.0
 """Limit of importing an engine and its argument parser; it takes about 5 s."""
@@ -37,7 +31,7 @@ def interpreter(rollout: RolloutConfig) -> str:
     """Python that the servers are started with."""
     if rollout.python is not None:
         return rollout.python
-    return str(_CHECKOUT / f".venv-{rollout.engine}" / "bin" / "python") if rollout.engine in FAMILIES else sys.executable
+    return str(_CHECKOUT / f".venv-{rollout.engine}" / "bin" / "python") if rollout.traits.has_environment else sys.executable
 
 
 def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -49,7 +43,7 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     a job with an image, which has it.
     """
     rollout, shape = config.rollout, facts.shape
-    if rollout.engine not in FAMILIES:
+    if not rollout.traits.has_environment:
         if rollout.engine_args:
             reason = f"rollout.engine={rollout.engine} has no arguments of its own"
             yield problem(
@@ -64,7 +58,7 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if can_be(python) and python.is_file():
-        model = facts.hf if shape is not None and shape.model_type in _accepted(rollout.engine) else None
+        model = facts.hf if shape is not None and shape.model_type in _accepted(rollout) else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None and not is_in_image(config):  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
@@ -72,8 +66,8 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
 
 
-def _accepted(engine: str) -> tuple[str, ...]:
-    return (*FAMILIES[engine], *OPENED)
+def _accepted(rollout: RolloutConfig) -> tuple[str, ...]:
+    return rollout.traits.served or ()
 
 
 def is_in_image(config: RunConfig) -> bool:
@@ -84,8 +78,8 @@ def is_in_image(config: RunConfig) -> bool:
 
 def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
     """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
-    if rollout.engine in FAMILIES and shape is not None and shape.model_type not in _accepted(rollout.engine):
-        rule = f"serves {', '.join(_accepted(rollout.engine))}; the model is {shape.model_type}"
+    if rollout.traits.has_environment and shape is not None and shape.model_type not in _accepted(rollout):
+        rule = f"serves {', '.join(_accepted(rollout))}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
 
@@ -110,7 +104,7 @@ def joins_by_nccl(config: RunConfig) -> bool:
     """Whether a push makes one communicator of trainer and servers on GPUs; where they share these, the trainer's ranks make it alone."""
     transport, placement = config.weights.transport, config.placement
     goes = transport == "nccl" or (transport == "auto" and placement.nodes > 1)
-    return goes and placement.mode == "separate" and placement.device != "cpu" and config.rollout.engine in FAMILIES
+    return goes and placement.mode == "separate" and placement.device != "cpu" and config.rollout.traits.has_environment
 
 
 def nccl_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -133,15 +127,6 @@ def _nccl_there(python: str) -> str | None:
     return None
 
 
-ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
-"""Those of rollout.engine that return the experts tokens went to."""
-
-_WITHOUT_ROUTES = {
-    "vllm": "vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first (0.32)",
-}
-"""Why, of the engines that do not."""
-
-
 def replay_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule train.router_replay breaks, for the model if it is known."""
     mode, path, shape = config.train.router_replay, "train.router_replay", facts.shape
@@ -149,11 +134,10 @@ def replay_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         return
     if shape is not None and shape.routes is None:
         yield problem(path, mode, "must be off for a dense model", "there are no experts to choose", f"{path}=off")
-    if mode == "rollout" and config.rollout.engine not in ENGINES_WITH_ROUTES:
-        engine = config.rollout.engine
-        reason = _WITHOUT_ROUTES.get(engine, f"rollout.engine={engine} does not say which experts its tokens went to")
-        fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
-        yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
+    if mode == "rollout" and (reason := config.rollout.traits.no_routes):
+        able = [engine for engine, traits in TRAITS.items() if not traits.no_routes]
+        fix = f"{path}=trainer, or rollout.engine={able[0]}"
+        yield problem(path, mode, f"needs rollout.engine of {', '.join(able)}", reason, fix)
     yield from replay_problems_of(config.train.megatron, mode)
 
 
@@ -177,7 +161,7 @@ def tls_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     tls = config.rollout.tls
     if tls is None:
         return
-    if config.rollout.engine == "fake":
+    if config.rollout.traits.runs_in_driver:
         reason = "rollout.engine=fake answers inside the driver, over no network"
         yield problem("rollout.tls", vars(tls), "has no effect", reason, "rollout.tls=null, or another engine")
         return
@@ -243,7 +227,7 @@ def _refusal(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
 def delta_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if config.weights.transport != "disk" or not config.weights.disk_delta:
         return
-    if config.rollout.engine not in ("hf", "fake"):
+    if config.rollout.traits.has_environment:
         rule = f"cannot be kept with rollout.engine={config.rollout.engine}"
         reason = "a delta is laid over what the model holds under the checkpoint's names, and this engine does not give that back"
         yield problem("weights.disk_delta", True, rule, reason, "weights.disk_delta=false")

@@ -147,7 +147,7 @@ def _latent_attention(hf: Mapping[str, Any]) -> Iterator[LinearSize]:
 def server_fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule of rollout.layout.weights=fp8 that is broken with vllm or sglang, for the model if it is known."""
     rollout, hf = config.rollout, facts.hf
-    if rollout.layout.weights != "fp8" or rollout.engine not in ("vllm", "sglang"):
+    if rollout.layout.weights != "fp8" or not rollout.traits.has_environment:
         return
     path = "rollout.layout.weights"
     if config.placement.gpu is not None and config.rollout_dtype == "float32":

@@ -173,7 +173,7 @@ def _replay_problems(rollout: RolloutConfig) -> Iterator[Problem]:
 def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Settings that can be planned and rendered, and not be started yet."""
     layout = config.rollout.layout
-    if config.rollout.engine in ("hf", "fake"):
+    if not config.rollout.traits.has_environment:
         return
     if config.rollout.engine == "vllm" and config.placement.gpu is None:
         for field in ("dp", "ep"):

@@ -204,7 +204,7 @@ class RunConfig(Strict):
         from Blackwell on and in vLLM from Hopper on, and an engine that got others would round the values once more. None: no FP8."""
         if self.rollout.layout.weights != "fp8":
             return None
-        gpu, least = self.placement.gpu, {"sglang": 10.0, "vllm": 9.0}.get(self.rollout.engine)
+        gpu, least = self.placement.gpu, self.rollout.traits.ue8m0_from
         return "ue8m0" if gpu is not None and least is not None and gpu.capability >= least else "float32"
 
     @property

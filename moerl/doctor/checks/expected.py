@@ -6,7 +6,7 @@ from pathlib import Path
 from moerl.config.derive.companion_models import own_layouts
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.derive.rdma import SHARP, crosses_nodes
-from moerl.config.rules.engine_rules import FAMILIES, interpreter, joins_by_nccl
+from moerl.config.rules.engine_rules import interpreter, joins_by_nccl
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
 
 
@@ -59,7 +59,7 @@ def expected_of(
         run_dir=(config.run_dir if run_dir is None else run_dir).absolute(),
         reference_te=config.train.reference_te or on_cpu,
         joins_by_nccl=joins_by_nccl(config),
-        engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
+        engines={engine: interpreter(config.rollout)} if config.rollout.traits.has_environment else {},
         network=config.network,
         deepep=crosses_nodes(config, "train") or crosses_nodes(config, "rollout"),
         sharp=str({**config.network.variables, **config.train.environment}.get(SHARP)) == "1",
