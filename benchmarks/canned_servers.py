@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server.app import Answers
-from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine, new_session
 from moerl.rollout.server.messages import parse_requests
+from moerl.rollout.server.server_main import listen
 
 SECRET = RunSecret.new()
 """These servers ask nobody for it."""

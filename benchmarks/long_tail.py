@@ -28,8 +28,8 @@ from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
-from moerl.rollout.hand_off import HandOff
 from moerl.rollout.straggler_buffer import StragglerBuffer
+from moerl.rollout.ticket_buffer import TicketBuffer
 from moerl.types.completion import SamplingParams
 from moerl.types.groups import Group, Prompt
 
@@ -118,7 +118,7 @@ class Steps:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def buffer(self, *, stale: int, in_flight: int | None = None, spare: int = 0) -> HandOff:
+    def buffer(self, *, stale: int, in_flight: int | None = None, spare: int = 0) -> TicketBuffer:
         options: dict[str, Any] = dict(groups_per_step=self.arguments.groups, max_staleness=stale, max_attempts=1)
         if spare:
             return StragglerBuffer(spare_groups=spare, num_steps=self.arguments.steps, **options)

@@ -9,7 +9,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.models.plain_tokenizer import Tokenizer
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.prompts import PromptSource
-from moerl.run_model import load_model
+from moerl.starting_model import load_model
 
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 PROMPT_TOKENS = 2

@@ -16,6 +16,9 @@ from moerl.types.batch import TrainBatch
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnsound, WeightError
 
+NUM_PROMPTS, NUM_TOKENS = 4, 8
+"""Prompts of a canary, and the tokens that are drawn of each: few, since every server and the trainer compute them."""
+
 _CAUSES = (
     "  every installed byte has the trainer's digest, so the engine has the weights; one engine only: it computes with other memory than "
     "the push installed into (a skipped repack, stale fused weights), or with cached keys and values; restart it",

@@ -11,16 +11,16 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
+from moerl.canary import NUM_TOKENS, Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
 from moerl.observe.metrics import push_metrics
+from moerl.process_rails import ProcessRails
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
-from moerl.run_rails import RunRails
 from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import StoredBatch, TrainBatch
@@ -37,13 +37,11 @@ from moerl.weights.transport.resolve_transport import resolve_transport
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CANARY_TOKENS = 8
-
 
 class WeightPublisher:
     def __init__(
         self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
-        vocab_size: int, rails: RunRails | None = None,
+        vocab_size: int, rails: ProcessRails | None = None,
     ):  # fmt: skip
         """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer. `rails`: of the servers
         with which the pool began, and of the ranks."""
@@ -286,7 +284,7 @@ class WeightPublisher:
     def _sampling(self) -> dict[str, Any]:
         """How a canary is drawn."""
         return {
-            "max_tokens": min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
+            "max_tokens": min(NUM_TOKENS, self._config.rollout.max_response_tokens),
             "version": self._version,
             "vocab_size": self._vocab_size,
             "temperature": self._config.rollout.temperature,

@@ -16,7 +16,7 @@ from typing import IO, Any, TypeVar
 
 import ray
 
-from moerl import loop
+from moerl import canary, loop
 from moerl.algorithms.algorithm import build_algorithm
 from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
@@ -46,6 +46,7 @@ from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.planner.compare_run import explained
+from moerl.process_rails import ProcessRails, find_process_rails
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rewards.reward_pool import RewardPool
@@ -54,9 +55,8 @@ from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource
-from moerl.run_model import RunModel, load_model
-from moerl.run_rails import RunRails, find_run_rails
 from moerl.run_stop import Stop, asked_to_stop, run_until_done
+from moerl.starting_model import RunModel, load_model
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode
@@ -66,7 +66,6 @@ from moerl.warm_start import warm_start
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_NUM_CANARY_PROMPTS = 4
 _NO_GPUS = (Setting(name="CUDA_VISIBLE_DEVICES", value="", reason="placement.device=cpu"),)
 
 
@@ -110,7 +109,7 @@ async def _train_model(config: RunConfig, model: RunModel, observe: Observer, st
         raise ConfigError(problems)
     async with _assembled(config, model, observe, stop, trained_on=prompts) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
-        weights = run.publisher(config, [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)])
+        weights = run.publisher(config, [prompts.prompt_at(index) for index in range(canary.NUM_PROMPTS)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens, trains_rewards=config.trains_rewards)
         evaluates = config.eval is not None and config.eval.every > 0
         try:
@@ -173,7 +172,7 @@ class _Assembly:
     group: MegatronTrainGroup
     residency: Residency
     companions: Companions | None
-    rails: RunRails | None
+    rails: ProcessRails | None
     """None: those of the push are not known, or there are none."""
 
     def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
@@ -254,7 +253,7 @@ async def _assembled(
                 await _together(pool.start(), rewards.start(), group.start())
             if companions is not None:
                 await companions.start()
-            rails = await find_run_rails(placement, seconds=config.deadlines.start_seconds)
+            rails = await find_process_rails(placement, seconds=config.deadlines.start_seconds)
         stack.enter_context(_frozen_heap())
         yield _Assembly(
             model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,

@@ -10,8 +10,8 @@ from yaml import YAMLError
 
 from moerl.config.compose import options
 from moerl.config.derive.model_configs import shipped_configs
-from moerl.config.explain import problem_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.config.schema_problems import problem_of
 from moerl.types.errors import NOT_SET, ConfigError, problem
 
 _ADAPTER = TypeAdapter(AlgorithmConfig)

@@ -10,9 +10,9 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.compose import compose
-from moerl.config.explain import left_open, problem_of
 from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema_problems import left_open, problem_of
 from moerl.config.validate import validate
 from moerl.types.errors import ConfigError, Problem, problem
 

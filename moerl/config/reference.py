@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from moerl.config.explain import LEFT_OUT, Node, description, json_schema, resolve, words
+from moerl.config.schema_problems import LEFT_OUT, Node, description, json_schema, resolve, words
 from moerl.types.errors import ConfigError, Problem, problem
 
 

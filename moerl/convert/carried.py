@@ -9,7 +9,7 @@ import yaml
 
 from moerl.config.rules.checkpoint_files import TOKENIZERS
 from moerl.convert.hf.hf_writing import carried_files
-from moerl.convert.sharded.megatron_folder import megatron_folder, model_folder
+from moerl.convert.sharded.megatron_source import megatron_folder, model_folder
 from moerl.convert.sharded.sharded_source import is_sharded
 from moerl.types.errors import Problem, problem
 

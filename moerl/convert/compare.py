@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
-from moerl.convert.sharded.megatron_folder import megatron_folder
+from moerl.convert.sharded.megatron_source import megatron_folder
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.convert.sharded.sharded_to_hf import entries_of
 from moerl.convert.tensors.entry import PIECE_BYTES, Entry, read_whole

@@ -17,10 +17,10 @@ from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
-from moerl.convert.sharded.bridge_folder import bridge_problems, complete_bridge_folder, in_iteration
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
 from moerl.convert.sharded.hf_to_sharded import parts_of
-from moerl.convert.sharded.megatron_folder import identity_of, megatron_folder, open_megatron
+from moerl.convert.sharded.megatron_bridge_target import bridge_problems, complete_bridge_folder, in_iteration
+from moerl.convert.sharded.megatron_source import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
 from moerl.convert.sharded.sharded_to_hf import entries_of

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf.hf_source import HFSource
-from moerl.convert.sharded.megatron_folder import megatron_folder, tensors_of_index
+from moerl.convert.sharded.megatron_source import megatron_folder, tensors_of_index
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.convert.tensors.writing import DIGESTS
 from moerl.train.checkpoint.checkpoint_dirs import digest_of

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from moerl import canary
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.schema.data_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
@@ -31,8 +32,6 @@ from moerl.types.errors import DataError
 from moerl.types.groups import Prompt
 
 logger = logging.getLogger(__name__)
-
-_NUM_CANARY_PROMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,7 @@ class Evaluator:
     def some_prompts(self) -> list[Prompt]:
         """Prompts for a canary."""
         first = self._datasets[0]
-        return [first.prompts.prompt_at(index) for index in range(min(first.num_prompts, _NUM_CANARY_PROMPTS))]
+        return [first.prompts.prompt_at(index) for index in range(min(first.num_prompts, canary.NUM_PROMPTS))]
 
     async def run(self, directory: Path) -> list[Result]:
         """Result of every data set, with the weights that the servers have. Samples that are in `directory` already are not made again."""

@@ -30,11 +30,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from moerl.rollout.hand_off import HandOff, outcome_of, too_many_drops
+from moerl.rollout.ticket_buffer import TicketBuffer, outcome_of, too_many_drops
 from moerl.types.groups import Group
 
 
-class GroupBuffer(HandOff):
+class GroupBuffer(TicketBuffer):
     def __init__(
         self, *, groups_per_step: int, max_staleness: int, max_attempts: int, num_slots: int | None = None, first_ticket: int = 0,
         skipped: Iterable[int] = (),

@@ -9,14 +9,14 @@ from moerl.algorithms.algorithm import Algorithm
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.group_runner import GroupRunner
-from moerl.rollout.hand_off import HandOff
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.straggler_buffer import StragglerBuffer
+from moerl.rollout.ticket_buffer import TicketBuffer
 from moerl.types.errors import MoerlError
 from moerl.types.groups import Group
 
 
-def new_buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any], first_version: int) -> HandOff:
+def new_buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any], first_version: int) -> TicketBuffer:
     """The buffer that continues from `state` of a checkpoint; empty at the start of a run."""
     options: dict[str, Any] = dict(
         groups_per_step=config.groups_per_step,
@@ -32,7 +32,7 @@ def new_buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]
 
 @asynccontextmanager
 async def producing(
-    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: HandOff
+    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: TicketBuffer
 ) -> AsyncIterator[None]:
     """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
 

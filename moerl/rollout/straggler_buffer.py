@@ -25,7 +25,7 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moerl.rollout.hand_off import HandOff, outcome_of, too_many_drops
+from moerl.rollout.ticket_buffer import TicketBuffer, outcome_of, too_many_drops
 from moerl.types.groups import Group
 
 MAX_PARKS = 3
@@ -44,7 +44,7 @@ class _Round:
     parked: list[int] = field(default_factory=list)
 
 
-class StragglerBuffer(HandOff):
+class StragglerBuffer(TicketBuffer):
     def __init__(
         self, *, groups_per_step: int, spare_groups: int, max_staleness: int, max_attempts: int, num_steps: int, first_ticket: int = 0,
         skipped: Iterable[int] = (),

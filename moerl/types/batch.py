@@ -255,9 +255,9 @@ class StoredBatch:
         chosen = self.select(sequences)
         wanted = [payload for payload in chosen.payloads if payload is not None]
         assert len(wanted) == chosen.num_sequences, "a sequence of another data-parallel rank: the plans of driver and rank differ"
-        return chosen._filled(fetch(wanted))
+        return chosen._laid_out(fetch(wanted))
 
-    def _filled(self, payloads: Sequence[Payload]) -> TrainBatch:
+    def _laid_out(self, payloads: Sequence[Payload]) -> TrainBatch:
         offsets = self.offsets
         num_tokens = int(offsets[-1])
         token_ids_T, response_mask_T = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=bool)

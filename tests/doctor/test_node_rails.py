@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from node_cases import h100_node, output
 
-from moerl import run_rails
+from moerl import process_rails
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.ray_nodes import Node
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import Port
 from moerl.hardware.nvidia import Topology, parse_topology
 from moerl.hardware.rails import cards, find_rails, rails_of
-from moerl.run_rails import RunRails, combined
+from moerl.process_rails import ProcessRails, combined
 
 H100 = {str(gpu): gpu for gpu in range(8)}
 
@@ -81,7 +81,7 @@ def placed(*gpus_of_servers):
 
 def test_processes_of_a_run_have_the_rails_of_their_gpus():
     found = {"a": {"0": 0, "1": 1}, "b": {str(gpu): gpu // 4 for gpu in range(8)}}
-    assert combined(placed("01", "67"), found) == RunRails(ranks=(0, 1), servers=((0, 0), (1, 1)))
+    assert combined(placed("01", "67"), found) == ProcessRails(ranks=(0, 1), servers=((0, 0), (1, 1)))
 
 
 def test_nodes_with_other_numbers_of_rails_have_none_in_common():
@@ -99,12 +99,12 @@ def test_every_node_of_a_run_is_asked_and_one_that_does_not_answer_leaves_none(h
             raise TimeoutError
         return function()
 
-    monkeypatch.setattr(run_rails, "on_node", here)
-    found = asyncio.run(run_rails.find_run_rails(placed("01", "67"), seconds=1.0))
-    assert found == (None if gone else RunRails(ranks=(0, 1), servers=((0, 1), (6, 7)))) and asked == ["a", "b"]
+    monkeypatch.setattr(process_rails, "on_node", here)
+    found = asyncio.run(process_rails.find_process_rails(placed("01", "67"), seconds=1.0))
+    assert found == (None if gone else ProcessRails(ranks=(0, 1), servers=((0, 1), (6, 7)))) and asked == ["a", "b"]
 
 
 def test_a_run_on_one_node_or_without_gpus_asks_nobody():
     on_cpu = replace(placed("0"), servers=((replace(placed("0").ranks[0], gpus=()),),))
     for placement in (replace(placed("0"), servers=()), on_cpu):
-        assert asyncio.run(run_rails.find_run_rails(placement, seconds=1.0)) is None
+        assert asyncio.run(process_rails.find_process_rails(placement, seconds=1.0)) is None

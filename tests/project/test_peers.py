@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.load import load
-from moerl.run_model import load_model
+from moerl.starting_model import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -13,8 +13,8 @@ from moerl.config.load import load
 from moerl.config.rules import engine_rules
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.prompts import PromptSource
-from moerl.run_model import load_model
 from moerl.scratch_model import character_tokenizer
+from moerl.starting_model import load_model
 from moerl.types.errors import ConfigError
 
 RECIPES = options("recipe")

@@ -13,8 +13,8 @@ import pytest
 from tiny_servers import hf_engine, server_command, until
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.server_main import listen
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.types.completion import SamplingParams
@@ -204,7 +204,7 @@ def test_a_server_ends_when_its_owner_is_killed(checkpoints, tmp_path):
 import asyncio, sys
 from pathlib import Path
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.server.child import listen
+from moerl.rollout.server.server_main import listen
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 

@@ -14,9 +14,9 @@ from test_contract import ask
 from tiny_servers import new_fake
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.server import admission, wire
-from moerl.rollout.server.child import _ChildServer, listen
+from moerl.rollout.server import secret_gate, wire
 from moerl.rollout.server.client import generate_at, new_session
+from moerl.rollout.server.server_main import _ChildServer, listen
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError
@@ -73,7 +73,7 @@ def test_strangers_who_say_nothing_or_half_a_request_hold_up_nobody(run, served)
         for stranger in strangers[::2]:
             stranger.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthoriz")
         try:
-            async with asyncio.timeout(admission.REQUEST_SECONDS / 2):  # before any of them was closed
+            async with asyncio.timeout(secret_gate.REQUEST_SECONDS / 2):  # before any of them was closed
                 return await served.engine.health(), (await ask(served, "a")).finish_reason
         finally:
             for stranger in strangers:
@@ -125,7 +125,7 @@ async def is_closed(reader):
 
 
 def test_a_connection_without_a_request_is_closed_and_one_of_the_run_is_kept(beside_server, monkeypatch):
-    monkeypatch.setattr(admission, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(secret_gate, "REQUEST_SECONDS", 0.2)
 
     async def use(secret, port):
         head = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: {secret.headers['Authorization']}\r\n\r\n".encode()
@@ -143,8 +143,8 @@ def test_a_connection_without_a_request_is_closed_and_one_of_the_run_is_kept(bes
 
 
 def test_where_strangers_take_half_of_the_files_the_oldest_gives_way(beside_server, monkeypatch):
-    monkeypatch.setattr(admission, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (8, 8))
+    monkeypatch.setattr(secret_gate, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(secret_gate.resource, "getrlimit", lambda _: (8, 8))
 
     async def use(secret, port):
         strangers = []
@@ -185,7 +185,7 @@ def test_the_secret_is_seen_neither_in_the_servers_arguments_nor_its_environment
 
 @pytest.mark.parametrize("stdin", ["too-short\n", "x" * 2000])
 def test_a_server_by_hand_without_a_secret_says_what_stdin_must_be(stdin):
-    code = "from moerl.rollout.server.child import private_stdout, running\nwith running(private_stdout()): print('served')"
+    code = "from moerl.rollout.server.server_main import private_stdout, running\nwith running(private_stdout()): print('served')"
     ended = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True)
     assert ended.returncode == 1 and "served" not in ended.stderr
     assert "stdin: must begin with a line of at least 32 letters and digits" in json.loads(ended.stdout)["error"]

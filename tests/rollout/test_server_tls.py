@@ -17,7 +17,7 @@ from moerl.config.schema.rollout_config import TLSConfig
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.fleet.collect import Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor
-from moerl.rollout.server import admission
+from moerl.rollout.server import secret_gate
 from moerl.rollout.server.client import BrokenConnection, generate_at, new_session
 from moerl.rollout.server.messages import dump_requests
 from moerl.rollout.server.tls import client_context, server_context
@@ -106,7 +106,7 @@ def contexts(certificates):
 
 
 def test_a_connection_is_closed_without_a_handshake_or_a_request_and_one_of_the_run_is_kept(beside_server, contexts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(admission, "REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(secret_gate, "REQUEST_SECONDS", 0.5)
     theirs, trusting = contexts
 
     async def use(secret, port):
@@ -125,8 +125,8 @@ def test_a_connection_is_closed_without_a_handshake_or_a_request_and_one_of_the_
 
 
 def test_where_strangers_without_a_handshake_take_half_of_the_files_the_oldest_gives_way(beside_server, contexts, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(admission, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (8, 8))
+    monkeypatch.setattr(secret_gate, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(secret_gate.resource, "getrlimit", lambda _: (8, 8))
     theirs, trusting = contexts
 
     async def use(secret, port):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.plan import senders
+from moerl.weights.plan import tensor_parts
 from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.plan_faults import faults
 from moerl.weights.plan.run_plan import relays_of
@@ -77,8 +77,8 @@ def test_parts_make_up_a_tensor_and_end_where_shares_of_a_servers_gpus_do(data):
     rollout = RolloutLayout(num_servers=1, gpus_per_server=gpus, gpus_per_node=4, expert_parallel=shares)
     spec = TensorSpec(name="a", shape=(rows, columns), dtype="bfloat16")
     tensor = PlannedTensor(spec=spec, stage=0, expert=expert, cut_dim=cut_dim)
-    with mock.patch.object(senders, "SHARE_BYTES", 1):
-        parts = senders.parts_of([tensor], layout, rollout, part_bytes=data.draw(st.integers(1, 4000)))
+    with mock.patch.object(tensor_parts, "SHARE_BYTES", 1):
+        parts = tensor_parts.parts_of([tensor], layout, rollout, part_bytes=data.draw(st.integers(1, 4000)))
     count = np.zeros((rows, columns), dtype=int)
     width = min(4, gpus if expert is None else gpus // shares)
     share = -(-spec.shape[cut_dim] // (width if tensor.num_bytes >= width else 1))
@@ -93,10 +93,10 @@ def test_small_shares_get_no_parts_of_their_own():
     def num_parts(num_bytes):
         tensor = planned("a", num_bytes, stage=0, expert=None, cut_dim=0)
         rollout = RolloutLayout(num_servers=1, gpus_per_server=4, gpus_per_node=4)
-        return len(senders.parts_of([tensor], Layout(ranks=1), rollout, part_bytes=2**25).tensor)
+        return len(tensor_parts.parts_of([tensor], Layout(ranks=1), rollout, part_bytes=2**25).tensor)
 
-    assert num_parts(4 * senders.SHARE_BYTES - 1) == 1
-    assert num_parts(4 * senders.SHARE_BYTES) == 4
+    assert num_parts(4 * tensor_parts.SHARE_BYTES - 1) == 1
+    assert num_parts(4 * tensor_parts.SHARE_BYTES) == 4
 
 
 @given(cases(), st.integers(500, 3000))

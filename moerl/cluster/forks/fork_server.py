@@ -43,7 +43,8 @@ _SHARED = (
 )  # fmt: skip
 """Modules that both servers need, or collectors. By their names: packages of this one's level, of which none imports Ray."""
 _OF_SERVERS = (
-    "transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe", "moerl.rollout.server.child", "moerl.rollout.engines.hf.forward",
+    "transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "moerl.rollout.server.server_main", "moerl.rollout.engines.hf.forward",
     "moerl.rollout.engines.hf.fp8_weights", "moerl.rollout.engines.hf.hf_model", "moerl.rollout.engines.hf.scheduler",
     "moerl.rollout.server.app", "moerl.rollout.engines.hf.hf_core", "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip

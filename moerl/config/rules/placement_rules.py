@@ -14,7 +14,7 @@ from moerl.types.errors import ConfigError, Problem, can_be, problem
 
 
 def placement_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    found = [*_mode_problems(config), *_node_problems(config), *_too_many(config)]
+    found = [*_mode_problems(config), *_node_problems(config), *_beyond_most(config)]
     yield from found
     if found or any(custom_problems(config.algorithm)):
         return
@@ -34,7 +34,7 @@ def placement_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
 
 
-def _too_many(config: RunConfig) -> Iterator[Problem]:
+def _beyond_most(config: RunConfig) -> Iterator[Problem]:
     """Products of factors that are each in range. Every GPU is placed by itself, so that more would be placed for hours."""
     placement, rollout = config.placement, config.rollout
     per_node = 1 if placement.gpus_per_node is None else placement.gpus_per_node

@@ -16,4 +16,4 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Strict:
     """Unknown keys are errors, in every section."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # `json_schema` of config/explain.py adds the strings under fields
+    __pydantic_config__ = ConfigDict(extra="forbid")  # `json_schema` of config/schema_problems.py adds the strings under fields

@@ -14,9 +14,9 @@ from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.engines.engine_arguments import Options
 from moerl.rollout.server import wire
-from moerl.rollout.server.child import add_options, private_stdout, running, serve
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.server_main import add_options, private_stdout, running, serve
 from moerl.types.errors import EngineError, Problem
 
 PROBLEMS = TypeAdapter(list[Problem])

@@ -6,7 +6,7 @@ model's tensors, before anything runs.
 Experts go from their owner to the GPUs that serve them and to no other. Nothing crosses the network to a node twice. What every GPU of a
 rollout holds (attention, norms, embeddings) is cut into parts that are spread over the node's GPUs, as each has a network card of its
 own. Among ranks that hold the same the one that has sent least sends. A reader must have all of a tensor, and of some layers, before it can
-use any of it: what is wanted together makes a batch (`senders.py`), and has few senders. Pure: integers in, integers out.
+use any of it: what is wanted together makes a batch (`tensor_parts.py`), and has few senders. Pure: integers in, integers out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,7 +22,7 @@ ON_GPU = "cuda:"
 
 
 class DeviceBuffer:
-    """As shm.SharedBuffer, on a GPU. Between two releases it only grows; its source is another one then."""
+    """As SharedBuffer of shared_memory.py, on a GPU. Between two releases it only grows; its source is another one then."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -24,8 +24,8 @@ from moerl.rollout.engines.hf.fp8_weights import FP8Weights
 from moerl.rollout.engines.hf.hf_core import HFCore
 from moerl.rollout.engines.hf.hf_model import checkpoint_views, load_model, tensor_specs
 from moerl.rollout.engines.hf.scheduler import Scheduler
-from moerl.rollout.server.child import add_options, private_stdout, running, serve
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.server_main import add_options, private_stdout, running, serve
 from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import copy_into

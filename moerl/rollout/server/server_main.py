@@ -23,10 +23,10 @@ import uvicorn
 from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
-from moerl.rollout.server.admission import Admission, TimedConnection, TLSConnection
 from moerl.rollout.server.app import build_app
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.secret_gate import SecretGate, TimedConnection, TLSConnection
 from moerl.rollout.server.server_state import ServerState
 from moerl.rollout.server.tls import server_context
 from moerl.types.errors import EngineError
@@ -49,7 +49,7 @@ class _ChildServer(uvicorn.Server):
     def __init__(self, state: ServerState, limits: Limits, secret: RunSecret, ready: Any, tls: ssl.SSLContext | None = None):
         super().__init__(
             uvicorn.Config(
-                Admission(build_app(state, limits), secret),
+                SecretGate(build_app(state, limits), secret),
                 http=TimedConnection if tls is None else partial(TLSConnection, tls),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,

@@ -31,7 +31,7 @@ _REFUSAL = Response(
 )
 
 
-class Admission:
+class SecretGate:
     """An app for requests that carry the run's secret. Others are refused by their headers alone, and their connection is closed."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret):

@@ -14,7 +14,7 @@ from moerl.types.errors import DynamicSamplingError, MoerlError
 from moerl.types.groups import Group
 
 
-class HandOff(ABC):
+class TicketBuffer(ABC):
     """Bounded way of groups to the trainer."""
 
     def __init__(self) -> None:

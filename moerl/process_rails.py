@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRails:
+class ProcessRails:
     ranks: tuple[int, ...]
     """By rank of the policy."""
     servers: tuple[tuple[int, ...], ...]
     """By server and its model processes, each of which has a GPU."""
 
 
-async def find_run_rails(placement: RunPlacement, *, seconds: float) -> RunRails | None:
+async def find_process_rails(placement: RunPlacement, *, seconds: float) -> ProcessRails | None:
     """None, with the reason in the log, where a push has no rails to heed: on one node or on CPU, or where a node does not tell its own."""
     places = [*placement.ranks, *(place for server in placement.servers for place in server)]
     nodes = {place.node.id: place.node.name for place in places}
@@ -46,7 +46,7 @@ async def find_run_rails(placement: RunPlacement, *, seconds: float) -> RunRails
     return rails
 
 
-def combined(placement: RunPlacement, found: dict[str, Rails]) -> RunRails | str:
+def combined(placement: RunPlacement, found: dict[str, Rails]) -> ProcessRails | str:
     """`found`: by Ray's id of the node. Why there are none, as text, where nodes are not alike or a GPU is unknown."""
     counts = {len(set(rails.values())) for rails in found.values()}
     if len(counts) > 1:
@@ -56,7 +56,7 @@ def combined(placement: RunPlacement, found: dict[str, Rails]) -> RunRails | str
         servers = [tuple(rail for place in server for rail in _rails(place, found)) for server in placement.servers]
     except KeyError as error:
         return f"GPU {error} of a process is not one that nvidia-smi topo numbers"
-    return RunRails(ranks=tuple(ranks), servers=tuple(servers))
+    return ProcessRails(ranks=tuple(ranks), servers=tuple(servers))
 
 
 def _rails(place: ProcessPlace, found: dict[str, Rails]) -> list[int]:

@@ -1,6 +1,7 @@
 """The model that a run starts from: its folder, its tokenizer, the tokens that end a response.
 
-transformers reads it, in a process of its own (`python -m moerl.run_model`), so that the driver imports neither transformers nor torch.
+transformers reads it, in a process of its own (`python -m moerl.starting_model`), so that the driver imports neither transformers nor
+torch.
 """
 
 import os
@@ -65,7 +66,7 @@ def _ask(request: tuple[ModelConfig, Path, int], environment: Mapping[str, str])
 
 
 def _process(asked: IO[bytes], answered: IO[bytes], environment: Mapping[str, str]) -> "ForkedProcess | subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "moerl.run_model"]
+    command = [sys.executable, "-m", "moerl.starting_model"]
     if can_fork(command):
         try:
             return ForkedProcess(command, stdin=asked.fileno(), stdout=answered.fileno(), stderr=2, environment=environment)
