@@ -34,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRun:
-    """Rows `first` to `end` (not included) of a pass, whose queries read the first `kv_length` columns."""
+    """Rows `first` to `end` (not included) of a pass, whose queries read the first `kv_length` columns; some may be padding."""
 
     first: int
     end: int
@@ -172,7 +172,7 @@ def attend(
     query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
     query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition. s_aux [heads]:
     logits of sinks, which every query sees and which have no value. indices [B, C, k], of as many key/value heads as heads: the keys
-    that a query may see. key_runs: what rows read, where it is less than S.
+    that a query may see. key_runs: rows that are no padding, and what they read where it is less than S; the others' result is 0.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -181,12 +181,10 @@ def attend(
         attention_mask = attention_mask.masked_fill(others[:, None], -torch.inf)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
     sinks = None if s_aux is None else s_aux.reshape(1, kv_heads, -1, 1).repeat_interleave(tokens, dim=2)
-    runs = [(slice(run.first, run.end), run.kv_length) for run in key_runs] or [(slice(None), key.shape[2])]
-    parts = [
-        _attention(grouped[rows], key[rows, :, :length], value[rows, :, :length], attention_mask[rows, ..., :length], sinks, scaling)
-        for rows, length in runs
-    ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = value.new_zeros(batch, kv_heads, grouped.shape[2], value.shape[-1])
+    for run in key_runs or [KeyRun(first=0, end=batch, kv_length=key.shape[2])]:
+        rows, seen = slice(run.first, run.end), slice(run.kv_length)
+        out[rows] = _attention(grouped[rows], key[rows, :, seen], value[rows, :, seen], attention_mask[rows, ..., seen], sinks, scaling)
     return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2), None
 
 

@@ -7,7 +7,6 @@ ask for, so that its result has the same bits in any company. Otherwise the shap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,6 +49,9 @@ class RouteRecorder:
         shape = (rows, -1, self._shape.num_layers, self._shape.top_k)
         return torch.stack(chosen, dim=1).numpy().astype(self._shape.dtype).reshape(shape)
 
+
+MOST_PADDING = 4
+"""Rows: attention of a few costs what a call does."""
 
 PREFILL_TOKENS = 512
 """Tokens of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""
@@ -142,7 +144,7 @@ class Forward:
             attention_mask=self._masks(position_ids, kv_length),
             past_key_values=self.cache,
             use_cache=True,
-            key_runs=_runs(lengths),
+            key_runs=_runs(lengths, used[:, 0]),
         ).last_hidden_state
 
     def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -175,10 +177,11 @@ class Forward:
         return np.minimum(powers, self.cache.scratch_column)
 
 
-def _runs(lengths: np.ndarray) -> list[KeyRun]:
-    """Neighbours that read as many columns, together."""
-    bounds = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
-    return [KeyRun(first=first, end=end, kv_length=int(lengths[first])) for first, end in pairwise(bounds)]
+def _runs(lengths: np.ndarray, is_used: np.ndarray) -> list[KeyRun]:
+    """Rows that are used and read as many columns, together with padding between them that is not worth a call more."""
+    rows = np.flatnonzero(is_used)
+    breaks = np.flatnonzero((np.diff(rows) > MOST_PADDING + 1) | (np.diff(lengths[rows]) != 0)) + 1
+    return [KeyRun(first=int(run[0]), end=int(run[-1]) + 1, kv_length=int(lengths[run[0]])) for run in np.split(rows, breaks)]
 
 
 def _bucket(number: int, limit: int) -> int:
