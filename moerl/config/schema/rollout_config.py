@@ -163,8 +163,8 @@ class RolloutConfig(Strict):
     top_k: NotNegative = 0
     """The same of so many tokens at most; 0: no bound."""
     max_running: Positive = 64
-    """Requests one server decodes together. hf with deterministic=true computes as many rows for every token, however few requests there are:
-    with more servers it should be a server's share of them."""
+    """Requests one server decodes together. hf with deterministic=true computes as many rows for every token, however few requests there
+    are: with more servers it should be a server's share of them."""
     max_queued: NotNegative = 2
     """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
     is free first: one that waits on a server cannot go to an idler one any more."""
