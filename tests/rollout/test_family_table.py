@@ -6,10 +6,11 @@ from family_servers import NATIVE, REFUSED, TRAINED
 from tiny_servers import CONFIGS
 from tiny_servers import NATIVE as OTHERS
 
-from moerl.config.rules.engine_rules import FAMILIES
+from moerl.config.schema.rollout_config import TRAITS
 from moerl.models.families import family_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollout-servers.md"
+FAMILIES = {engine: traits.served for engine, traits in TRAITS.items() if traits.served is not None}
 IN_EVERY_CHANGE = "qwen3_moe"
 """Of the runs of tests/run/test_run_engines.py."""
 

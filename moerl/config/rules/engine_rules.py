@@ -58,16 +58,12 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if can_be(python) and python.is_file():
-        model = facts.hf if shape is not None and shape.model_type in _accepted(rollout) else None
+        model = facts.hf if shape is not None and shape.model_type in rollout.traits.accepted else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None and not is_in_image(config):  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
         reason = "engines pin packages that a trainer's environment cannot have"
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
-
-
-def _accepted(rollout: RolloutConfig) -> tuple[str, ...]:
-    return rollout.traits.served or ()
 
 
 def is_in_image(config: RunConfig) -> bool:
@@ -78,8 +74,8 @@ def is_in_image(config: RunConfig) -> bool:
 
 def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
     """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
-    if rollout.traits.has_environment and shape is not None and shape.model_type not in _accepted(rollout):
-        rule = f"serves {', '.join(_accepted(rollout))}; the model is {shape.model_type}"
+    if rollout.traits.has_environment and shape is not None and shape.model_type not in rollout.traits.accepted:
+        rule = f"serves {', '.join(rollout.traits.accepted)}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
 

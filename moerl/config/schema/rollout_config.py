@@ -98,8 +98,8 @@ class EngineTraits:
     runs_in_driver: bool = False
     """It has no processes."""
     served: tuple[str, ...] | None = None
-    """model_types whose log-probs and pushes are tested with it. None: it serves all of moerl/models, in this environment and on CPU;
-    with a list it has an environment of its own, and runs on GPUs."""
+    """Families of moerl/models whose log-probs and pushes are tested with it. None: it serves all of them, in this environment and on
+    CPU; with a list it has an environment of its own, and runs on GPUs."""
     no_routes: str = ""
     """Why it does not return the experts that tokens went to; empty: it does."""
     no_sets: str = ""
@@ -109,6 +109,11 @@ class EngineTraits:
     """Least compute capability on which its kernels take scales of FP8 blocks as powers of two. None: none."""
 
     @property
+    def accepted(self) -> tuple[str, ...]:
+        """model_types that an engine with a list serves."""
+        return (*(self.served or ()), *_OPENED)
+
+    @property
     def has_environment(self) -> bool:
         """It runs in an environment of its own, on the run's GPUs where there are any."""
         return self.served is not None
@@ -116,9 +121,9 @@ class EngineTraits:
 
 TRAITS = {
     "hf": EngineTraits(joined="fp8"),  # widens FP8 from whole pairs
-    "sglang": EngineTraits(served=(*_SERVED, *_OPENED), ue8m0_from=10.0),
+    "sglang": EngineTraits(served=_SERVED, ue8m0_from=10.0),
     "vllm": EngineTraits(
-        served=(*_SERVED, "gpt_oss", *_OPENED),
+        served=(*_SERVED, "gpt_oss"),
         no_routes="vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first "
         "(0.32)",
         no_sets="vLLM says what was left only from its second model runner, which moerl does not run",
