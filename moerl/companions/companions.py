@@ -16,7 +16,7 @@ from moerl.algorithms.algorithm import Algorithm
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.cluster.placement import ProcessPlace
 from moerl.companions.companion import Companion, plain
-from moerl.companions.teaching import Teaching, refuse_weights
+from moerl.companions.distillation import Teaching, refuse_weights
 from moerl.config.derive.companion_models import companion_models, makes_room
 from moerl.config.schema.algorithm_config import PrimeAdvantage
 from moerl.config.schema.run_config import RunConfig

@@ -29,7 +29,7 @@ Calls = dict[int, asyncio.Task[Any]]
 
 _KILL_SECONDS = 20.0
 _PHASES: Mapping[str, Phase] = {
-    "place": "start", "host": "start", "address": "start", "use_network": "start", "open_store": "start", "start": "start",
+    "place": "start", "host": "start", "address": "start", "set_environment": "start", "open_store": "start", "start": "start",
     "data_rank": "start", "planner": "start", "add_model": "start",
     "load": "load", "faults_of_checkpoint": "load",
     "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "values": "logprobs",

@@ -4,7 +4,7 @@ It starts with the engine of one model; models beside it may follow, on the same
 
 The driver imports this module too, for its class, and has no torch: it is imported in the methods.
 
-Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+Every method but `address`, `set_environment`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
 """
 
@@ -94,7 +94,7 @@ class TrainWorker:
         """Address at which the cluster's nodes reach this one, loopback where there is one; a host's name may stand for a loopback."""
         return reached_at() or "127.0.0.1"
 
-    def use_network(self, network: NetworkConfig, environment: Mapping[str, str | int], deepep: bool) -> dict[str, str]:
+    def set_environment(self, network: NetworkConfig, environment: Mapping[str, str | int], deepep: bool) -> dict[str, str]:
         """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it. `deepep`:
         tokens go to other nodes by it."""
         found = variables(find_settings(network, "train", reached_at=reached_at(), deepep=deepep))

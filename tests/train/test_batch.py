@@ -8,7 +8,7 @@ import pytest
 from stored_here import stored_here
 
 from moerl.algorithms.algorithm import build_algorithm
-from moerl.companions.teaching import refuse_weights
+from moerl.companions.distillation import refuse_weights
 from moerl.config.algorithm_settings import algorithm, of_plain
 from moerl.train.batching.build_batch import build_batch, credited, sft_batch, with_proximal
 from moerl.types.completion import Completion, VersionSpan

@@ -139,10 +139,10 @@ def test_ranks_meet_over_the_network_that_the_run_names(run_with):
         # What they were told at the start is in their environment, which is kept; what the run says is set in any case.
         names = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
         assert (
-            await group._ranks.all("use_network", group._config.network, {"OWN": 1}, False)
+            await group._ranks.all("set_environment", group._config.network, {"OWN": 1}, False)
             == [{**names, "NCCL_DEBUG": "WARN", "OWN": "1"}] * 2
         )
-        assert await group._ranks.all("use_network", NetworkConfig(), {}, False) == [{}] * 2
+        assert await group._ranks.all("set_environment", NetworkConfig(), {}, False) == [{}] * 2
         stats = await group.update(BATCH, SUPERVISED, lr=1e-3)
         assert stats.num_tokens == 5
 
