@@ -250,7 +250,7 @@ def test_a_killed_rank_is_named_with_what_it_did(stopped):
 def test_a_killed_server_is_named_with_its_end_and_its_last_log_lines(stopped):
     message = stopped[1]["server"].stderr
     assert re.search(r"(?s)\nmoerl: .*127\.0\.0\.1:\d+: the server ended by signal 9 \(Killed\)\n", "\n" + message)
-    assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.server\.child: serving on port", message)
+    assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.server\.server_main: serving on port", message)
     failed, log, _ = message.splitlines()[-3:]
     assert re.fullmatch(r"failed: rollout server 127\.0\.0\.1:\d+ on node \S+, in \w+, at step [4-9]", failed)
     assert log == f"log: {stopped[0] / SYNC}/logs/rollout-0.log"
