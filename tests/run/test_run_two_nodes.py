@@ -1,21 +1,15 @@
 """A run on a Ray cluster of two nodes, which are two raylets with addresses of their own on this machine."""
 
 import signal
-from contextlib import suppress
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, assert_all_end, below, find, listened, ports_of, rows, start, wait_for_step, words_of
+from whole_runs import DIGIT, SYNC, assert_all_end, below, find, listened, ports_of, rows, start, wait_for_step
 
 TWO_NODES = (
     DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
     "weights.transport=nccl", "network.variables={NCCL_DEBUG: WARN}",
 )  # fmt: skip
-
-SERVERS_APART = (
-    DIGIT, "placement.mode=separate", "placement.nodes=2", "placement.gpus_per_node=3", "rollout.num_servers=2", "weights.transport=nccl",
-)  # fmt: skip
-"""Both ranks and a server on the first node, a server on the second."""
 
 
 @pytest.mark.matrix
@@ -42,23 +36,6 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     assert_all_end([*far, near])
     for raylet in raylets:
         assert not below(raylet, "moerl.rollout.engines.hf")
-
-
-@pytest.mark.matrix
-def test_a_run_goes_on_without_a_node_of_servers_alone(tmp_path, raylets):
-    """With it go its server, which cannot come back, and its collector with what that held."""
-    process = start(tmp_path, *SERVERS_APART)
-    wait_for_step(process, 2)
-    ranks_and_collectors = [len(below(raylet, name)) for name in ("TrainWorker", "CollectorActor") for raylet in raylets]
-    lost = raylets[1].children(recursive=True)
-    assert ranks_and_collectors == [2, 0, 1, 1] and below(raylets[1], "moerl.rollout.engines.hf")
-    for each in (raylets[1], *lost):
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, errors[-3000:]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert_all_end([*lost, *(each for each in raylets[0].children(recursive=True) if "moerl" in words_of(each))])
 
 
 @pytest.mark.matrix
