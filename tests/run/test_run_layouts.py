@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SMALL, SYNC, command, find, rows
+from whole_runs import DIGIT, SMALL, SYNC, command, find, rows, words_of
 
 from moerl import run
 from moerl.check import load_checked
@@ -92,7 +92,7 @@ def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, c
     for line in process.stdout:
         if line.strip().startswith("1/6"):
             started = set(psutil.Process(processes[0].pid).children(recursive=True)) - before
-            workers = [child for child in started if "ray::TrainWorker" in child.cmdline()]
+            workers = [child for child in started if words_of(child).startswith("ray::TrainWorker")]  # or, in a call, with its name behind
             of_server = find(psutil.Process(process.pid).children(recursive=True), "moerl.rollout.engines.hf").environ()
     assert process.wait() == 0
     assert (of_server["NCCL_DEBUG"], of_server["GLOO_SOCKET_IFNAME"]) == ("WARN", "lo")
