@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.rollout.engines.hf.forward import Forward
+from moerl.rollout.engines.hf.cache import KeyRun, attend
+from moerl.rollout.engines.hf.forward import Forward, _runs
 from moerl.rollout.engines.hf.hf_model import load_model
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
 from moerl.types.completion import SamplingParams
@@ -127,6 +128,31 @@ def test_a_request_after_a_push_does_not_join_a_prefill_begun_before_it(batch):
         embedding.copy_(saved)
     assert outcomes["new"].logprobs == fresh.logprobs
     assert outcomes["old"].logprobs != fresh.logprobs
+
+
+@pytest.mark.parametrize("value_dim", [16, 8], ids=["alike", "narrower-values"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_rows_attention_has_the_same_bits_however_rows_are_put_together(has_sinks, value_dim):
+    """And in whatever it does not see; rows of no run are 0."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = torch.randn(24, 4, 1, 16, generator=generator), torch.randn(24, 2, 96, 16, generator=generator)
+    value = torch.randn(24, 2, 96, value_dim, generator=generator)
+    lengths = np.resize([16, 16, 32, 64, 32], 24)
+    mask = torch.where(torch.arange(96) < torch.from_numpy(lengths)[:, None] - 3, 0.0, -torch.inf)[:, None, None].expand(-1, 1, 2, -1)
+    sinks = torch.randn(4, generator=generator) if has_sinks else None
+
+    def attended(runs, key=key):
+        return attend(torch.nn.Identity(), query, key, value, mask, 0.25, s_aux=sinks, key_runs=runs)[0]
+
+    alone = attended([KeyRun(first=row, end=row + 1, kv_length=int(length)) for row, length in enumerate(lengths)])
+    is_used = np.arange(24) % 7 != 0
+    together = attended(_runs(lengths, is_used))
+    assert torch.equal(together[is_used], alone[is_used])
+    unseen = torch.where(torch.arange(96)[:, None] < 64, key, 7.0)
+    assert torch.equal(attended(_runs(lengths, is_used), unseen), together)
+    whole = attend(torch.nn.Identity(), query, key, value, mask, 0.25, s_aux=sinks)[0]
+    torch.testing.assert_close(alone, whole, rtol=1e-5, atol=1e-6)
+    assert not attended([KeyRun(first=4, end=9, kv_length=64)])[:4].any()
 
 
 @pytest.mark.parametrize("name", ["moe", "dense", "latent"])
