@@ -6,8 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from moerl.rollout.engines.hf.cache import KeyRun, attend
+from moerl.rollout.engines.hf.experts import TILE_ROWS, PassTokens, experts_in_tiles
 from moerl.rollout.engines.hf.forward import Forward, _runs
 from moerl.rollout.engines.hf.hf_model import load_model
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
@@ -173,3 +177,27 @@ def test_over_http_a_completion_has_the_bits_it_has_alone(run, served_moe):
 
     alone, crowded = run(scenario())
     assert crowded == alone
+
+
+@pytest.mark.parametrize("family", [Qwen3MoeConfig, GptOssConfig])
+def test_experts_give_a_token_the_same_bits_whatever_others_choose(family):
+    """Both layouts of experts: gpt-oss has biases and matrices the other way around."""
+    config = family(hidden_size=64, moe_intermediate_size=48, intermediate_size=48, num_experts=8, num_local_experts=8)
+    kind = {Qwen3MoeConfig: Qwen3MoeExperts, GptOssConfig: GptOssExperts}[family]
+    experts, tokens = kind(config), PassTokens()
+    draw = torch.Generator().manual_seed(3)
+    for parameter in experts.parameters():
+        parameter.data.normal_(generator=draw).mul_(0.2)
+    experts.moerl_tokens = tokens
+    count = 3 * TILE_ROWS + 5
+    hidden = torch.randn(count, 64, generator=draw)
+    weights, chosen = torch.rand(count, 8, generator=draw).topk(2)
+    with torch.inference_mode():
+        together = experts_in_tiles(experts, hidden, chosen, weights)
+        torch.testing.assert_close(together, type(experts).forward.__wrapped__(experts, hidden, chosen, weights))
+        for some in (torch.tensor([40]), torch.arange(0, count, 3), torch.arange(count).flip(0)):
+            assert torch.equal(experts_in_tiles(experts, hidden[some], chosen[some], weights[some]), together[some])
+        tokens.is_used = np.arange(count) % 3 == 1
+        padded = experts_in_tiles(experts, hidden, chosen, weights)
+    used = torch.from_numpy(tokens.is_used)
+    assert torch.equal(padded[used], together[used]) and not padded[~used].any()

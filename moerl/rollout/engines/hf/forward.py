@@ -17,6 +17,7 @@ from moerl.models.families.qwen3_next import LINEAR
 from moerl.models.find_family import find_family
 from moerl.models.transformers_config import written_config
 from moerl.rollout.engines.hf.cache import COLUMN_MULTIPLE, KeyRun, Rows, SlotCache
+from moerl.rollout.engines.hf.experts import share_pass_tokens
 from moerl.types.routes import RouteShape
 
 
@@ -85,6 +86,7 @@ class Forward:
         self._window: int | None = config.sliding_window if served.has_windows else None
         self.routes = shape_of_config(written).routes
         self._recorder = RouteRecorder(model, self.routes)
+        self._pass_tokens = share_pass_tokens(model)
 
     @torch.inference_mode()
     def prefill(self, slots: np.ndarray, chunks: Sequence[np.ndarray], starts: np.ndarray, *, with_routes: bool) -> Passed:
@@ -137,6 +139,7 @@ class Forward:
         kv_length = self.cache.scratch_column if self._deterministic else int(lengths.max())
         write_at = torch.from_numpy(np.where(used, positions, self.cache.scratch_column))
         position_ids = torch.from_numpy(positions)
+        self._pass_tokens.is_used = None if used.all() else used.ravel()
         self.cache.rows = Rows(slots=None if slots is None else torch.from_numpy(slots), write_at=write_at, kv_length=kv_length)
         return self._body(
             input_ids=torch.from_numpy(ids),

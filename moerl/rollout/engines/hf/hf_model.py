@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moerl.models.bridge.native_bridge import copy_names, mtp_layers
@@ -22,13 +20,11 @@ from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.models.transformers_config import read_transformers_config, written_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
+from moerl.rollout.engines.hf.experts import EXPERTS, register_experts
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.plan.spec_tensors import spec_of
-
-EXPERTS = "moerl_invariant"
-"""Name under which `every_expert_on_every_row` is registered with transformers."""
 
 _FLOAT32_BUFFER = ".e_score_correction_bias"
 """Decides which experts are chosen; kept in float32 whatever the model's dtype (transformers does so only when it loads a file)."""
@@ -39,7 +35,7 @@ def load_model(
 ) -> PreTrainedModel:
     """dummy: random weights, to be replaced by a push. Raises EngineError for a model this engine cannot run."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, every_expert_on_every_row)
+    register_experts()
     config = _checked_config(model_dir, max_context)
     options = {"dtype": dtype, "attn_implementation": ATTENTION}
     if deterministic:
@@ -144,26 +140,3 @@ def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
             "the model knows no later positions. Lower model.max_context"
         )
     return config
-
-
-def every_expert_on_every_row(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """A layer of experts whose result for a token does not depend on the other tokens of the batch. The usual implementations gather each
-    expert's tokens, so the shapes of the matrix products, and with them the last bits, depend on where the neighbours were routed. Here
-    every expert sees every row: fixed shapes, E / top_k times the work.
-
-    [T, hidden] and the router's [T, top_k] indices and weights -> [T, hidden]. `self` is the transformers module of fused experts.
-    """
-    num_experts = self.gate_up_proj.shape[0]
-    weights = hidden_states.new_zeros(len(hidden_states), num_experts).scatter_(1, top_k_index, top_k_weights)
-    out = torch.zeros_like(hidden_states)
-    for expert in range(num_experts):
-        gated = self._apply_gate(_project(self, "gate_up_proj", expert, hidden_states))
-        out.addcmul_(_project(self, "down_proj", expert, gated), weights[:, expert : expert + 1])
-    return out
-
-
-def _project(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    weight, bias = getattr(module, name)[expert], getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-    return F.linear(x, weight.T if module.is_transposed else weight, bias)
