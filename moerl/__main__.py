@@ -53,22 +53,22 @@ def train(
     ] = None,
 ) -> None:
     """Train; the same command continues a run that was stopped."""
-    from moerl.check import load_checked
-
-    config = load_checked(overrides, config_dir, starts=True)
-
-    from moerl.observe.report import report_finished
-
-    if (path := report_finished(config)) is not None:
-        typer.echo(f"finished before; report: {path}")
-        return
-
     from moerl.cluster.forks.fork_server import forking
     from moerl.cluster.user_process import fork_driver
 
     fork_driver()
 
-    with forking():  # before Ray is imported
+    with forking():  # beside the check, and before Ray is imported
+        from moerl.check import load_checked
+
+        config = load_checked(overrides, config_dir, starts=True)
+
+        from moerl.observe.report import report_finished
+
+        if (path := report_finished(config)) is not None:
+            typer.echo(f"finished before; report: {path}")
+            return
+
         from moerl import run  # after the check: takes seconds
 
         typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
@@ -84,16 +84,16 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a checkpoint on the data sets of eval.*; the same command continues an evaluation that was stopped."""
-    from moerl.check import load_evaluation
-
-    evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
-
     from moerl.cluster.forks.fork_server import forking
     from moerl.cluster.user_process import fork_driver
 
     fork_driver()
 
-    with forking():  # before Ray is imported
+    with forking():  # beside the check, and before Ray is imported
+        from moerl.check import load_evaluation
+
+        evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
+
         from moerl import run  # after the check: takes seconds
         from moerl.evaluation.results import print_table
 

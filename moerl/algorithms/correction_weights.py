@@ -5,7 +5,7 @@ from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, Weights
 from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
-from moerl.config.schema.loss_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
+from moerl.config.schema.correction_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 
 
 def correction_weights(config: TIS | IcePop | Rejection | OffPolicySequenceMask | SequenceMaskTIS, columns: TokenColumns) -> Weights:

@@ -7,7 +7,8 @@ no torch: formulas are in correction_weights.py.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moerl.config.schema.loss_config import TIS, Correction, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
+from moerl.config.schema.correction_config import TIS, Correction, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
+from moerl.config.schema.custom_part import CustomPart
 
 if TYPE_CHECKING:
     from moerl.algorithms.columns import TokenColumns, Weights
@@ -21,12 +22,10 @@ class Correcting(Protocol):
 
 
 def correction_of(config: Correction) -> Correcting:
-    match config:
-        case TIS() | IcePop() | Rejection() | OffPolicySequenceMask() | SequenceMaskTIS():
-            return Shipped(config)
-        case _:
-            own: Correcting = config.build()
-            return own
+    if isinstance(config, CustomPart):
+        own: Correcting = config.build()
+        return own
+    return Shipped(config)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Losses of a token by `algorithm.objective.kind`. The driver has these objects too, and no torch: formulas are in token_losses.py.
+"""Losses of a token by `algorithm.objective.kind`. The driver has these objects too, and no torch: formulas are in token_losses.py
+and token_selection.py.
 
 Forms and conventions: docs/algorithms.md.
 """
@@ -6,21 +7,8 @@ Forms and conventions: docs/algorithms.md.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moerl.config.schema.loss_config import (
-    CISPO,
-    DPPO,
-    GMPO,
-    GSPO,
-    IPO,
-    M2PO,
-    SAPO,
-    ClipCov,
-    DPPOPrime,
-    KLCov,
-    ObjectiveConfig,
-    PPOClip,
-    Reinforce,
-)
+from moerl.config.schema.custom_part import CustomPart
+from moerl.config.schema.loss_config import ObjectiveConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,14 +37,10 @@ class Selecting(Objective, Protocol):
 
 
 def objective_of(config: ObjectiveConfig) -> Objective:
-    match config:
-        case PPOClip() | GSPO() | CISPO() | SAPO() | GMPO() | DPPO() | DPPOPrime() | IPO() | Reinforce():
-            return Plain(config)
-        case ClipCov() | KLCov() | M2PO():
-            return Selected(config)
-        case _:
-            own: Objective = config.build()
-            return own
+    if isinstance(config, CustomPart):
+        own: Objective = config.build()
+        return own
+    return Selected(config) if "whole_minibatch" in config.needs else Plain(config)
 
 
 @dataclass(frozen=True)
@@ -79,23 +63,23 @@ class Plain:
 class Selected:
     """A loss for which tokens of the whole mini-batch are chosen first."""
 
-    config: ClipCov | KLCov | M2PO
+    config: Any
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         return ("selected", "dual_clipped") if getattr(self.config, "dual_clip", None) is not None else ("selected",)
 
     def statistics(self, columns: "TokenColumns") -> "Tensor":
-        from moerl.algorithms.token_losses import statistics
+        from moerl.algorithms.token_selection import statistics
 
         return statistics(self.config, columns)
 
     def select(self, statistics_kN: "Tensor") -> "Tensor":
-        from moerl.algorithms.token_losses import select
+        from moerl.algorithms.token_selection import select
 
         return select(self.config, statistics_kN)
 
     def token_loss(self, columns: "TokenColumns") -> "TokenLoss":
-        from moerl.algorithms.token_losses import selected_loss
+        from moerl.algorithms.token_selection import selected_loss
 
         return selected_loss(self.config, columns)

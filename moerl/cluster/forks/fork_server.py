@@ -49,6 +49,8 @@ _OF_SERVERS = (
     "moerl.rollout.server.app", "moerl.rollout.engines.hf.hf_core", "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip
 """Modules of rollout.engine=hf, and of the process that reads the model."""
+_OF_RAY = ("google.protobuf.text_format", "google.protobuf.json_format", "jsonschema", "requests", "msgpack", "filelock")
+"""Packages that Ray imports when a worker does, half of what its own import takes."""
 _TABLE, _RANK_IMPORTS = "moerl.models.transformers_table", "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
@@ -181,7 +183,7 @@ def _import(names: Sequence[str]) -> None:
 def preload_for_ranks() -> None:
     """Imports of Ray's workers. Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a GPU
     cannot be forked."""
-    _import(_SHARED)
+    _import(_SHARED + _OF_RAY)
     if list(Path("/dev").glob("nvidia[0-9]*")):
         return
     importlib.import_module(_RANK_IMPORTS).load_quietly()

@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, PrimeAdvantage, ReinforceAdvantage
+from moerl.config.schema.correction_config import TIS, IcePop, Rejection, SequenceMaskTIS
 from moerl.config.schema.custom_part import CustomPart, load_class
-from moerl.config.schema.loss_config import GMPO, GSPO, TIS, IcePop, Rejection, SequenceMaskTIS
+from moerl.config.schema.loss_config import GMPO, GSPO
 from moerl.config.schema.rollout_config import MOST_LEFT, TRAITS
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import NOT_SET, Problem, problem

@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from moerl.config.schema.correction_config import Correction
 from moerl.config.schema.custom_part import CustomPart, Need
-from moerl.config.schema.loss_config import Correction, ObjectiveConfig
+from moerl.config.schema.loss_config import ObjectiveConfig
 from moerl.config.schema.strict import Positive, Share, Strict
 
 
