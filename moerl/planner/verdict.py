@@ -10,7 +10,7 @@ from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
-from moerl.config.schema.hardware_config import GpuConfig
+from moerl.config.schema.job_config import GpuConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixes import serving_fixes, training_fixes
 from moerl.planner.memory_plan import planned

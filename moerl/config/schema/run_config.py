@@ -13,8 +13,7 @@ from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.companion_config import CriticConfig, DistillationConfig, OutcomeModelConfig
 from moerl.config.schema.data_config import DataConfig, EvalConfig, RewardConfig
 from moerl.config.schema.deadlines import DeadlineConfig
-from moerl.config.schema.hardware_config import GpuConfig
-from moerl.config.schema.job_config import KubernetesConfig, SlurmConfig
+from moerl.config.schema.job_config import GpuConfig, KubernetesConfig, SlurmConfig
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.config.schema.strict import NotNegative, Positive, Seconds, Size, Strict
