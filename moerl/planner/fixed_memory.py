@@ -36,6 +36,9 @@ RELAY_BUFFERS = 2
 HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
 
+COLLECTOR_PROCESS = 160 * MIB
+"""Host memory of a collector beside the samples, which are in Ray's object store (benchmarks/footprint.py)."""
+
 
 def communicator_bytes(layout: Layout, gpus_per_node: int, *, has_shared_embedding: bool, has_muon: bool = False) -> int:
     """Bytes of all groups that Megatron runs collectives in (megatron/core/parallel_state.py), and of connections for all-to-all: of the

@@ -50,7 +50,8 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
     serving = Counter(gpu.node for gpus in mapped.servers for gpu in gpus if server is not None)
     asleep = Counter(gpu.node for gpu in shared if server is not None)
     samples, routes = most_bytes(config), routes_share(config)
-    holders = min(num_collectors(config), config.rollout.num_servers, config.placement.nodes)
+    collectors = num_collectors(config)
+    holders = min(collectors, config.rollout.num_servers, config.placement.nodes)
     found = []
     for node in sorted({*stages, *beside, *serving}):
         kinds: Counter[str] = Counter()
@@ -63,6 +64,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
             kinds["drafting layers of servers asleep"] = asleep[node] * server.unsent
             kinds["tensors on their way to servers"] = serving[node] * largest_tensors(hf, config)
         if node < holders:  # where collectors are, at most
+            kinds["collectors"] = -(-collectors // holders) * fixed.COLLECTOR_PROCESS
             kinds["object store, samples"] = round(samples * (1 - routes) / holders)
             kinds["object store, routes"] = round(samples * routes / holders)
         sizes = {name: size for name, size in kinds.items() if size}
