@@ -87,7 +87,7 @@ def build_engine(model_dir: Path, num_ranks: int) -> Any:
     from moerl.config.schema.layout import Layout
     from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
     from moerl.train.engine_settings import EngineSettings
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     layout = Layout(ranks=num_ranks, ep=num_ranks)

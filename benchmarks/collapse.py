@@ -143,7 +143,7 @@ def _engine(directory: Path, seed: int, lr: float, *, replays: bool) -> Any:
     from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
     from moerl.scratch_model import write_scratch_model
     from moerl.train.engine_settings import EngineSettings
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=0, world_size=1)

@@ -79,7 +79,8 @@ def rank_main(rank: int, directory: Path, model: Path, names: list[str], rounds:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=LAYOUT.ranks)
-    from moerl.train.megatron.megatron_model import build_model, initialize_groups
+    from moerl.train.megatron.megatron_model import build_model
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(LAYOUT, 1)
     bridges = {}

@@ -29,8 +29,8 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: 
 
 from moerl.config.schema.layout import Layout  # noqa: E402
 from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy  # noqa: E402
-from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
-from moerl.types.sampling_sets import SamplingSets  # noqa: E402
+from moerl.train.megatron.process_groups import initialize_groups  # noqa: E402
+from moerl.types.kept_vocabulary import KeptVocabulary  # noqa: E402
 
 Compute = Callable[[], tuple[Tensor, Tensor]]
 
@@ -108,7 +108,7 @@ def main() -> None:
     options = {"temperature": 1.0, "vocab_size": arguments.vocabulary, "group": group, "chunk_tokens": arguments.chunk}
     left_TE = torch.randint(arguments.vocabulary, (arguments.tokens, arguments.left - 1))
     ids_TE = torch.cat([labels_T.cpu()[:, None], left_TE], dim=1).numpy()
-    sets = SamplingSets.of_counts(ids_TE.ravel(), np.full(arguments.tokens, arguments.left))
+    sets = KeptVocabulary.of_counts(ids_TE.ravel(), np.full(arguments.tokens, arguments.left))
     some = 3 * arguments.tokens // 4
     chunk_bytes = arguments.chunk * arguments.vocabulary * 4
     print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, hidden size {arguments.hidden}")

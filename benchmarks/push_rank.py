@@ -60,7 +60,8 @@ class Worker:
 
     def __init__(self, rank: int, model: Path, *, with_mbridge: bool):
         from moerl.models.hf_checkpoint import HFCheckpoint
-        from moerl.train.megatron.megatron_model import build_model, initialize_groups
+        from moerl.train.megatron.megatron_model import build_model
+        from moerl.train.megatron.process_groups import initialize_groups
         from moerl.train.push.pushed_tensors import PushedTensors
         from moerl.train.train_worker import TrainWorker
 

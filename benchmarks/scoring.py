@@ -7,6 +7,7 @@ The samples are asked for in one turn of the event loop, as they come from colle
 
 import argparse
 import asyncio
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def main() -> None:
         way: [statistics.median(getattr(cost, field) for cost in costs) for field in ("wall", "driver", "workers")]
         for way, costs in found.items()
     }
-    rows["ratio"] = [after / before for before, after in zip(rows["one by one"], rows["in messages"], strict=True)]
+    # The workers' times come in hundredths of a second: of few samples there may be none.
+    rows["ratio"] = [after / before if before else math.nan for before, after in zip(rows["one by one"], rows["in messages"], strict=True)]
     for way, numbers in rows.items():
         print(f"{way:14}" + "".join(f"{number:8.3f}" for number in numbers))
 

@@ -38,7 +38,7 @@ from moerl.config.schema.layout import Layout  # noqa: E402
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine_settings import EngineSettings  # noqa: E402
 from moerl.train.loss.logprobs import HeadInput  # noqa: E402
-from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
+from moerl.train.megatron.process_groups import initialize_groups  # noqa: E402
 from moerl.train.megatron_engine import MegatronEngine  # noqa: E402
 from moerl.types.batch import TrainBatch  # noqa: E402
 

@@ -21,7 +21,7 @@ from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.overlap import gather_parameters
-from moerl.train.megatron.reloadable_groups import ReloadableGroups
+from moerl.train.megatron.process_groups import ReloadableGroups
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.megatron.value_head import load_head
 from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full

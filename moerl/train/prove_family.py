@@ -167,7 +167,7 @@ def main() -> None:
     hf = json.loads(sys.stdin.read())
     output, sys.stdout = sys.stdout, sys.stderr  # packages print on both
     rank_imports.load_quietly()
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     train = TrainConfig(optimizer=OptimizerConfig(lr=0.0))

@@ -41,7 +41,7 @@ from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.optimizer.optimizer import norm_known
 from moerl.train.rank_progress import counted
 from moerl.types.batch import Batch, TrainBatch
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.stats import disagreeing
 
 
@@ -222,7 +222,7 @@ class TrainStep:
         )
 
     def _label_logprobs(
-        self, head: HeadInput, labels_T: np.ndarray, asked_T: np.ndarray, *, sets: SamplingSets | None = None, **options: Any
+        self, head: HeadInput, labels_T: np.ndarray, asked_T: np.ndarray, *, sets: KeptVocabulary | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         asked, device = np.flatnonzero(asked_T), head.hidden_TH.device
         rows = torch.from_numpy(asked).to(device)

@@ -126,7 +126,7 @@ class TrainWorker:
             fix = "make gpu, moerl doctor to see what is wrong with the node; placement.device=cpu trains on CPU"
             raise ConfigError([problem("placement.device", "auto", "needs a PyTorch for these GPUs", reason, fix)])
         rank_imports.load(with_reference=settings.train.reference_te)
-        from moerl.train.megatron.megatron_model import initialize_groups
+        from moerl.train.megatron.process_groups import initialize_groups
         from moerl.train.megatron_engine import MegatronEngine
 
         logger.info("importing Megatron took %.1f s", time.monotonic() - began)

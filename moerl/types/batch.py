@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import RouteShape, unknown_route
-from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Payload, Stored, Stream, fetch
 
 
@@ -86,7 +86,7 @@ class TrainBatch:
     values_T: np.ndarray | None = None  # float32, a critic's before its update
     returns_T: np.ndarray | None = None  # float32, what the critic is to estimate
     server_T: np.ndarray | None = None  # int16, who sampled it with the weights that the update starts from; -1: other weights, or nobody
-    sets: SamplingSets | None = None  # of T tokens: entries that top-k and top-p left the server to choose from
+    sets: KeptVocabulary | None = None  # of T tokens: entries that top-k and top-p left the server to choose from
     routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none
 
     @property
@@ -265,7 +265,7 @@ class StoredBatch:
         routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
         server_T = None if self.fresh is None else np.full(num_tokens, -1, dtype=np.int16)
         proximal_T = None if self.proximal is None else np.zeros(num_tokens, dtype=np.float32)
-        sets: list[SamplingSets] = []
+        sets: list[KeptVocabulary] = []
         weights_T = {stream: np.zeros(num_tokens, dtype=np.float32) for stream in self.streams}
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
             prompt_ids = payload.prompt_ids if self.prompts is None else self.prompts[index]
@@ -290,8 +290,8 @@ class StoredBatch:
                 places, counts = zip(*self.proximal[index], strict=True)
                 proximal_T[sampled] = np.repeat(places, counts)
             if self.replays_sets:
-                sets += [SamplingSets.unrestricted(len(prompt_ids))]
-                sets += [payload.sets if payload.sets is not None else SamplingSets.unrestricted(len(payload.token_ids))]
+                sets += [KeptVocabulary.unrestricted(len(prompt_ids))]
+                sets += [payload.sets if payload.sets is not None else KeptVocabulary.unrestricted(len(payload.token_ids))]
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
         old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
@@ -304,7 +304,7 @@ class StoredBatch:
             offsets=offsets,
             old_logprobs_T=old,
             proximal_T=proximal_T,
-            sets=SamplingSets.joined(sets) if self.replays_sets else None,
+            sets=KeptVocabulary.joined(sets) if self.replays_sets else None,
             **{f"{stream}_weight_T": column_T for stream, column_T in weights_T.items()},
             reference_logprobs_T=self._column(self.reference_logprobs),
             teacher_logprobs_T=self._column(self.teacher_logprobs),

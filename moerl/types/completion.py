@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -81,7 +81,7 @@ class Completion:
     routes: np.ndarray | None = field(default=None, compare=False)
     """uint8 or uint16 [prompt + response tokens - 1, layers, top_k], see RouteShape: the last token was sampled, not computed. None if
     they were not asked for or nothing was sampled."""
-    sets: SamplingSets | None = field(default=None, compare=False)
+    sets: KeptVocabulary | None = field(default=None, compare=False)
     """Vocabulary entries that top-k and top-p left for each token; None if they were not asked for or nothing was sampled."""
     drafts: DraftCounts = field(default=DraftCounts(), compare=False)
     load: ServerLoad = field(default=ServerLoad(), compare=False)

@@ -14,7 +14,7 @@ import numpy as np
 from moerl.types.completion import Completion, DraftCounts, FinishReason, VersionSpan
 from moerl.types.errors import StoreError
 from moerl.types.exit_codes import ExitCode
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 Stream = Literal["rl", "ce", "kl"]
 """Components of a loss: what the objective makes of a token, its cross-entropy, its distance from a teacher."""
@@ -37,7 +37,7 @@ class Payload:
     text: str
     """Text of the response; empty while it is unfinished."""
     mask: np.ndarray | None = None  # bool, one for each of token_ids: the policy produced it, not a tool or an environment; None: all
-    sets: SamplingSets | None = None
+    sets: KeptVocabulary | None = None
     """Entries that each of token_ids was chosen from."""
     weights: Mapping[Stream, np.ndarray] = field(default_factory=dict)
     """float32, one for each of token_ids: of the component of the loss by its name. Without `rl` it is 1 where the policy produced the

@@ -90,7 +90,7 @@ class Kept:
 
 def kept_bytes(cases: Sequence[tuple[Mapping[str, Any], TrainConfig]], num_tokens: int, num_sequences: int) -> list[Kept]:
     """Of models on one layout, whose groups exist not yet: one chunk with every layer, before its loss."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     layout = cases[0][1].layout
     initialize_groups(layout, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from moerl.cluster.forks.fork_server import VARIABLE, executed_servers
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.ray_reaper import reaping_ray
+from moerl.cluster.ray_agents_reaper import reaping_ray
 
 IMPORT_SECONDS = 60.0
 

@@ -10,7 +10,7 @@ from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 LR = 0.001
 """Of an optimizer with eps=1, whose step follows every element of the gradient; Adam's with 1e-8 would follow little but signs."""
@@ -98,7 +98,7 @@ def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int])
     batch = batch.select(order)
     names = ("old_logprobs_T", "rollout_logprobs_T", "reference_logprobs_T")
 
-    def near(sets: SamplingSets | None) -> TrainBatch:
+    def near(sets: KeptVocabulary | None) -> TrainBatch:
         given = replace(batch, sets=sets)
         drawn_T, whole_T = engine.logprobs(given), engine.logprobs(batch)
         firsts = {name: whole_T if name == "reference_logprobs_T" else drawn_T for name in names}
@@ -112,11 +112,11 @@ def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int])
     return found
 
 
-def _sets_of(batch: TrainBatch) -> SamplingSets:
+def _sets_of(batch: TrainBatch) -> KeptVocabulary:
     """Of two tokens in three a set of one to four, which follows from the token, whatever the order."""
     others = [[(token * factor + 1) % 90 for factor in range(token % 4)] for token in batch.token_ids_T]
     rows = [sorted({token, *more}) if token % 3 else [] for token, more in zip(batch.token_ids_T, others, strict=True)]
-    return SamplingSets.of_counts(np.concatenate([np.array(row, dtype=np.int32) for row in rows]), np.array([len(row) for row in rows]))
+    return KeptVocabulary.of_counts(np.concatenate([np.array(row, dtype=np.int32) for row in rows]), np.array([len(row) for row in rows]))
 
 
 def _with_old(name: str, batch: TrainBatch) -> TrainBatch:

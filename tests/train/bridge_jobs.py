@@ -14,7 +14,7 @@ from moerl.weights.plan.spec_tensors import box_of
 
 def differences(chosen: Sequence[EngineSettings], bridge: str) -> list[list[str]]:
     """Of each model: every difference between the two bridges, on any rank."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(chosen[0].train.layout, 1)
     return [_differences(settings, bridge) for settings in chosen]
@@ -85,7 +85,7 @@ def group_limits(settings: EngineSettings) -> tuple[Any, ...]:
     """(groups, groups a token may go to) of mbridge's own configuration of the model, then of the engine's."""
     import mbridge
 
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(settings.train.layout, 1)
@@ -95,7 +95,7 @@ def group_limits(settings: EngineSettings) -> tuple[Any, ...]:
 
 
 def build_engine(settings: EngineSettings) -> None:
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(settings.train.layout, 1)

@@ -37,7 +37,7 @@ class Trained:
 
 def new_engine(settings: EngineSettings) -> Any:
     import megatron_patches
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     engine = MegatronEngine(settings, initialize_groups(settings.train.layout, 1, reloadable=settings.train.destroy_groups))

@@ -41,7 +41,7 @@ class Proof:
 
 def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
     """Of several models under one layout."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)

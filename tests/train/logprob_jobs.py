@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moerl.config.schema.layout import Layout
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 Pair = tuple[Tensor, Tensor]
 
@@ -35,7 +35,7 @@ class Case:
     entropy_weight: float = 0.0
     """Weight of the entropies beside the log-probs in the loss; 0: the entropy has no gradient."""
 
-    def sets(self) -> SamplingSets | None:
+    def sets(self) -> KeptVocabulary | None:
         if self.num_left == 0:
             return None
         _, labels_T, _ = self.whole()
@@ -44,7 +44,7 @@ class Case:
             [] if token % 3 == 0 else [label, *rng.choice(np.delete(np.arange(self.vocab_size), label), self.num_left - 1, replace=False)]
             for token, label in enumerate(labels_T.tolist())
         ]
-        return SamplingSets.of_counts(np.array([entry for row in rows for entry in row]), np.array([len(row) for row in rows]))
+        return KeptVocabulary.of_counts(np.array([entry for row in rows for entry in row]), np.array([len(row) for row in rows]))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -123,7 +123,7 @@ def through_the_head(case: HeadCase) -> tuple[np.ndarray, np.ndarray, np.ndarray
     from megatron.core import parallel_state
 
     from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -168,7 +168,7 @@ def of_megatron(case: Case) -> Values:
 def _evaluate(case: Case, compute: Callable[[Tensor, Tensor, dist.ProcessGroup], Pair]) -> Values:
     from megatron.core import parallel_state
 
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -202,7 +202,7 @@ def peak_bytes(case: Case) -> tuple[int, int]:
     from megatron.core import parallel_state
 
     from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(Layout(), 1)
     _, labels_T, _ = case.whole()
@@ -224,7 +224,7 @@ def gradients_twice(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from megatron.core import parallel_state
 
     from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(Layout(), 1)
     _, labels_T, weight_T = case.whole()

@@ -179,7 +179,7 @@ def groups_asleep(settings: EngineSettings) -> tuple[int, int, int, str]:
     """Real groups torch knows awake, asleep and awake again; what a collective says that is called asleep."""
     from megatron.core import parallel_state
 
-    from moerl.train.megatron.reloadable_groups import ReloadableGroup
+    from moerl.train.megatron.process_groups import ReloadableGroup
     from moerl.types.errors import ResidencyError
 
     engine = new_engine(settings)

@@ -16,7 +16,7 @@ REFERENCE = loss_of(algorithm("grpo", "kl_coefficient=0.1"))
 def first_steps(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[tuple[float, float]]]:
     """For each model, of a step on each batch as the loop makes it: `first_kl_old`, and on the first batch, where the policy is the
     reference, the largest difference of their log-probs (0 on the others)."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)

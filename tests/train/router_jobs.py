@@ -44,7 +44,7 @@ class Gradients:
 
 def gradients(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[Gradients]]:
     """Of several models under one layout, on every batch. No weight is changed."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)

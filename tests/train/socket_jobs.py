@@ -12,7 +12,7 @@ from moerl.types.batch import TrainBatch
 
 def collectives_of_all(settings: EngineSettings, batch: TrainBatch) -> dict[str, int]:
     """Collectives of the default group by what the rank was asked for."""
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
     world: Any = dist.group.WORLD

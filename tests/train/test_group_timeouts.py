@@ -10,7 +10,7 @@ def timeouts() -> dict[str, float]:
     from megatron.core import parallel_state
 
     from moerl.config.schema.layout import Layout
-    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron.process_groups import initialize_groups
 
     initialize_groups(Layout(ranks=2, tp=2), 1, timeout_seconds=7201)
     groups = {

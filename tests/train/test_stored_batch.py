@@ -12,8 +12,8 @@ from moerl.train.batching.micro_batch_plan import Planner, split_mini_batches
 from moerl.train.batching.rank_share import Share, shares
 from moerl.train.loss.batch_loss import Denominators
 from moerl.types.batch import StoredBatch
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import RouteShape
-from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Here, Payload, fetch
 
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
@@ -48,7 +48,7 @@ def stored_batch(lengths, *, old=None, reference=None):
 
 def test_a_payload_is_whole_however_it_was_packed():
     plain = stored_batch([(3, 2)]).payloads[0].get()
-    sets = SamplingSets.of_counts(np.array([4, 7, 9], dtype=np.int32), np.array([1, 2]))
+    sets = KeptVocabulary.of_counts(np.array([4, 7, 9], dtype=np.int32), np.array([1, 2]))
     weights = {"ce": np.array([0.5, 1.0], dtype=np.float32)}
     for payload in (plain, replace(plain, routes=None, text="two", mask=np.array([True, False]), sets=sets, weights=weights)):
         found = Payload.unpacked(payload.packed())

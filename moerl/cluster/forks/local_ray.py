@@ -21,7 +21,7 @@ import ray
 
 from moerl.cluster.descendants import kill_all
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.ray_reaper import reaping_ray
+from moerl.cluster.ray_agents_reaper import reaping_ray
 from moerl.cluster.user_process import ended_after
 from moerl.types.errors import MoerlError, Origin
 from moerl.types.exit_codes import ExitCode

@@ -16,8 +16,8 @@ import numpy as np
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, ServerLoad, VersionSpan
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import RouteShape
-from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Payload, Stored, StoredCompletion
 
 
@@ -47,7 +47,7 @@ def joined(so_far: Completion | None, more: Completion) -> Completion:
         routes = np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
     sets = more.sets
     if sets is not None and so_far.sets is not None:
-        sets = SamplingSets.joined([so_far.sets, sets])
+        sets = KeptVocabulary.joined([so_far.sets, sets])
     return replace(
         more,
         token_ids=so_far.token_ids + more.token_ids,

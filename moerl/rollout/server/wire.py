@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, create_model
 
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.completion import Completion, DraftCounts, FinishReason, SamplingParams, ServerLoad, VersionSpan
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.push import Manifest, TransportOffer
-from moerl.types.sampling_sets import SamplingSets
 
 UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""
@@ -205,7 +205,7 @@ def parse_completion(content: bytes | bytearray) -> Completion:
         counts = np.frombuffer(tail, dtype="<i4", count=head.num_tokens, offset=after)
         if (counts < 0).any() or counts.sum() != head.num_entries:
             raise ValueError(f"counts of entries add up to {counts.sum()}, must be {head.num_entries}")
-        sets = SamplingSets.of_counts(np.frombuffer(tail, dtype="<i4", offset=after + tokens_bytes), counts)
+        sets = KeptVocabulary.of_counts(np.frombuffer(tail, dtype="<i4", offset=after + tokens_bytes), counts)
     return Completion(
         request_id=head.request_id,
         token_ids=tuple(np.frombuffer(tail, dtype="<i4", count=head.num_tokens).tolist()),

@@ -13,8 +13,8 @@ import numpy as np
 
 from moerl.train.batching.micro_batch_plan import round_up
 from moerl.types.batch import TrainBatch
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import unknown_route
-from moerl.types.sampling_sets import SamplingSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PackedMicroBatch:
     values_T: np.ndarray | None  # float32
     returns_T: np.ndarray | None  # float32
     server_T: np.ndarray | None  # int16; -1: not to be compared
-    sets: SamplingSets | None  # of T labels: entries that each was chosen from
+    sets: KeptVocabulary | None  # of T labels: entries that each was chosen from
     routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema.train_config import PRODUCT_ROWS
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class HeadInput:
 
 def logprobs_and_entropy(
     head: HeadInput, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_tokens: int,
-    entropy_has_gradient: bool = False, sets: SamplingSets | None = None,
+    entropy_has_gradient: bool = False, sets: KeptVocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[T] log-prob of each label, with gradient, and entropy in nats, without if no loss has an entropy term; both of
     softmax(logits / temperature), in float32, or in float64 for a model in float64.
@@ -72,7 +72,7 @@ class _Shard:
     chunk_tokens: int
     group: dist.ProcessGroup
     entropy_has_gradient: bool = False
-    sets: SamplingSets | None = None
+    sets: KeptVocabulary | None = None
 
     def chunks(self, hidden_TH: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Tokens, and their scaled logits in one buffer that every chunk uses again."""

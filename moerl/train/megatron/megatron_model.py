@@ -1,13 +1,10 @@
-"""Build this rank's part of the model: process groups, Megatron's GPTModel on its Transformer Engine specs, data-parallel wrapper.
+"""Build this rank's part of the model: Megatron's GPTModel on its Transformer Engine specs, data-parallel wrapper.
 
 Call only after megatron_patches.activate().
 """
 
 import json
-import math
-import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
-from torch import distributed as dist
 
-from moerl.config.derive.rdma import SHARP
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
 from moerl.models.bridge.native_bridge import Groups
@@ -36,7 +31,6 @@ from moerl.train.megatron.attention_variants import decoder_layers, freeze_index
 from moerl.train.megatron.fusions import FusedKernels, fusions
 from moerl.train.megatron.norm_over_heads import norm_over_heads
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
-from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.router_balance import RouterBalance
 from moerl.train.megatron.router_replay import Routing
 from moerl.train.megatron.value_head import ValueHead
@@ -82,36 +76,6 @@ class Model:
     """Which are on, and why the others are not."""
     is_critic: bool = False
     """Its output is a value for each token, not logits."""
-
-
-def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 1800, reloadable: bool = False) -> ReloadableGroups | None:
-    """Megatron's process groups over the default group, and its RNG streams. `timeout_seconds`: of their collectives, rounded up to
-    minutes. `reloadable`: the groups can be ended and made again."""
-    groups = ReloadableGroups() if reloadable else None
-    with groups.recording() if groups is not None else nullcontext():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
-            create_gloo_process_groups=False,  # for checkpoints in a form of Megatron's that moerl has not
-            use_sharp=_sums_in_switches(),
-        )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return groups
-
-
-def _sums_in_switches() -> bool:
-    """Whether all ranks ask for SHARP. Megatron does not heed the variable: it asks for its data-parallel groups alone, as a switch has few
-    flows, and waits there for all ranks, so that they must agree."""
-    if not torch.cuda.is_available():
-        return False
-    asks = torch.tensor(int(os.environ.get(SHARP) == "1"))
-    dist.all_reduce(asks, dist.ReduceOp.MIN)
-    return bool(asks)
 
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_critic: bool = False) -> Model:

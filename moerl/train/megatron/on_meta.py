@@ -18,7 +18,8 @@ from moerl.config.schema.train_config import TrainConfig
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
 from moerl.models.families.parts.family import is_tied
 from moerl.models.shards import cut_dim, merge
-from moerl.train.megatron.megatron_model import Built, build_chunks, initialize_groups
+from moerl.train.megatron.megatron_model import Built, build_chunks
+from moerl.train.megatron.process_groups import initialize_groups
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.transfer_plan import PlannedTensor
 

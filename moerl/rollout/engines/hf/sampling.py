@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ def uniforms(seed: int, count: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, SamplingSets | None]:
+def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, KeptVocabulary | None]:
     """int64 [n] tokens and float64 [n] log-probs of softmax(logits / temperature), before top-k and top-p or, of `filtered` rows, after
     them; temperature 0: the largest. Of these rows also the entries that were left; None if there is no such row."""
     greedy = torch.from_numpy(draws.temperature == 0)
@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, 
     if draws.filtered.any():
         filtered = torch.from_numpy(draws.filtered)
         left = (probabilities > 0) & filtered[:, None]
-        sets = SamplingSets.of_counts(left.nonzero()[:, 1].numpy(), left.sum(dim=-1).numpy())
+        sets = KeptVocabulary.of_counts(left.nonzero()[:, 1].numpy(), left.sum(dim=-1).numpy())
         # From the logits anew: a difference of log-probs would round twice.
         scaled = (logits.float() / temperature[:, None]).masked_fill(~left & filtered[:, None], -torch.inf)
         logprobs = torch.where(filtered[:, None], torch.log_softmax(scaled, dim=-1), logprobs)

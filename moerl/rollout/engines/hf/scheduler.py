@@ -18,8 +18,8 @@ from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.sampling import Draws, sample, uniforms
 from moerl.rollout.server.contract import runs_of
 from moerl.types.completion import Completion, FinishReason, SamplingParams
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import RouteShape
-from moerl.types.sampling_sets import SamplingSets
 
 
 class SlotTable:
@@ -72,7 +72,7 @@ class SlotTable:
         self.num_generated[slots] = at + 1
         return self._stops[slots, tokens] | (at + 1 == self._max_tokens[slots])
 
-    def record_sets(self, slots: np.ndarray, sets: SamplingSets) -> None:
+    def record_sets(self, slots: np.ndarray, sets: KeptVocabulary) -> None:
         """Entries from which each of `slots` chose its newest token."""
         for slot, first, end in zip(slots.tolist(), sets.offsets[:-1].tolist(), sets.offsets[1:].tolist(), strict=True):
             if self._filtered[slot]:
@@ -109,7 +109,7 @@ class SlotTable:
             spans=runs_of(self._versions[slot, :count].tolist()),
             finish_reason=reason,
             routes=self._routes[slot][: self.prompt_length[slot] + count - 1] if count and slot in self._routes else None,
-            sets=SamplingSets.of_counts(*(np.array(each) for each in self._sets.pop(slot))) if count and slot in self._sets else None,
+            sets=KeptVocabulary.of_counts(*(np.array(each) for each in self._sets.pop(slot))) if count and slot in self._sets else None,
         )
 
 

@@ -30,9 +30,9 @@ from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, Problem, WeightError
+from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
-from moerl.types.sampling_sets import SamplingSets
 
 logger = logging.getLogger(__name__)
 
@@ -299,10 +299,10 @@ class SGLangCore:
         return by_layer.astype(self._routes.dtype)
 
 
-def _sets(masks: Sequence[Sequence[int]]) -> SamplingSets:
+def _sets(masks: Sequence[Sequence[int]]) -> KeptVocabulary:
     """Entries of each token, which SGLang has by probability."""
     ids = [np.sort(np.asarray(mask, dtype=np.int32)) for mask in masks]
-    return SamplingSets.of_counts(np.concatenate(ids), np.array([len(each) for each in ids]))
+    return KeptVocabulary.of_counts(np.concatenate(ids), np.array([len(each) for each in ids]))
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -7,26 +7,26 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SamplingSets:
+class KeptVocabulary:
     """Entries of token t are `ids[offsets[t] : offsets[t + 1]]`; none: it was chosen from the whole vocabulary, or not at all."""
 
     ids: np.ndarray  # int32 [entries]
     offsets: np.ndarray  # int64 [tokens + 1]
 
     @classmethod
-    def of_counts(cls, ids: np.ndarray, counts: np.ndarray) -> "SamplingSets":
+    def of_counts(cls, ids: np.ndarray, counts: np.ndarray) -> "KeptVocabulary":
         """`counts` [tokens]: entries of each."""
         return cls(ids=ids.astype(np.int32, copy=False), offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     @classmethod
-    def joined(cls, parts: "Sequence[SamplingSets]") -> "SamplingSets":
+    def joined(cls, parts: "Sequence[KeptVocabulary]") -> "KeptVocabulary":
         """Sets of all parts' tokens, end to end."""
         ids = [part.ids for part in parts] or [np.zeros(0, dtype=np.int32)]
         counts = [part.counts for part in parts] or [np.zeros(0, dtype=np.int64)]
         return cls.of_counts(np.concatenate(ids), np.concatenate(counts))
 
     @classmethod
-    def unrestricted(cls, num_tokens: int) -> "SamplingSets":
+    def unrestricted(cls, num_tokens: int) -> "KeptVocabulary":
         return cls.of_counts(np.zeros(0, dtype=np.int32), np.zeros(num_tokens, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -40,14 +40,14 @@ class SamplingSets:
     def nbytes(self) -> int:
         return int(self.ids.nbytes + self.offsets.nbytes)
 
-    def take(self, tokens: np.ndarray) -> "SamplingSets":
+    def take(self, tokens: np.ndarray) -> "KeptVocabulary":
         """Sets of these tokens, in that order; of -1 no entries."""
         known = tokens >= 0
         counts = np.zeros(len(tokens), dtype=np.int64)
         counts[known] = self.counts[tokens[known]]
         starts = np.repeat(self.offsets[tokens[known]], counts[known])
         within = np.arange(len(starts)) - np.repeat(np.cumsum(counts[known]) - counts[known], counts[known])
-        return SamplingSets.of_counts(self.ids[starts + within], counts)
+        return KeptVocabulary.of_counts(self.ids[starts + within], counts)
 
     def are_ascending(self) -> bool:
         """Each token's entries, so that none stands twice."""

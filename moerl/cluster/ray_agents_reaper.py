@@ -25,7 +25,9 @@ def reaping_ray(others: Collection[int]) -> Iterator[None]:
     agents = [child for daemon in daemons for child in daemon.children() if "agent" in " ".join(child.cmdline()).lower()]
     listed = [",".join(f"{p.pid}:{started_at(p.pid)}" for p in group) for group in (daemons, agents)]
     # A session of its own: Ctrl-C in the terminal must not end it before the driver.
-    reaper = subprocess.Popen([sys.executable, "-m", "moerl.cluster.ray_reaper", *listed], stdin=subprocess.PIPE, start_new_session=True)
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "moerl.cluster.ray_agents_reaper", *listed], stdin=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield
     finally:

@@ -13,13 +13,15 @@ from moerl.rollout.server import wire
 from moerl.rollout.server.limits import Limits
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineUnsound
-from moerl.types.sampling_sets import SamplingSets
+from moerl.types.kept_vocabulary import KeptVocabulary
 
 ROWS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=6)
 
 
 def sets_of(rows):
-    return SamplingSets.of_counts(np.array([entry for row in rows for entry in row]), np.array([len(row) for row in rows], dtype=np.int64))
+    return KeptVocabulary.of_counts(
+        np.array([entry for row in rows for entry in row]), np.array([len(row) for row in rows], dtype=np.int64)
+    )
 
 
 def rows_of(sets):
@@ -28,7 +30,7 @@ def rows_of(sets):
 
 @given(ROWS, ROWS, st.data())
 def test_sets_are_joined_and_taken_token_by_token(first, second, data):
-    both = SamplingSets.joined([sets_of(first), sets_of(second)])
+    both = KeptVocabulary.joined([sets_of(first), sets_of(second)])
     assert rows_of(both) == first + second
     chosen = data.draw(st.lists(st.integers(-1, len(both) - 1), max_size=8))
     assert rows_of(both.take(np.array(chosen, dtype=np.int64))) == [[] if token < 0 else (first + second)[token] for token in chosen]

@@ -1,18 +1,23 @@
-"""Process groups that can be ended and made again while everybody who holds one keeps holding it.
+"""Megatron's process groups, which can be ended and made again while everybody who holds one keeps holding it.
 
 Megatron's modules, buffers and optimizers keep their groups for life (parallel_state, ProcessGroupCollection, tp_group, ...). So
 each of them gets a `ReloadableGroup`, which hands every call to a real group behind it. Ending the real one frees its
 communicators, with NCCL their GPU buffers; making it again is a collective over the default group, which stays.
 """
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
+from moerl.config.derive.rdma import SHARP
+from moerl.config.schema.layout import Layout
 from moerl.types.errors import ResidencyError
 
 NewGroup = Callable[..., Any]
@@ -101,6 +106,36 @@ class ReloadableGroups:
             if group is not None:
                 group.real = real
         self.are_ended = False
+
+
+def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 1800, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `timeout_seconds`: of their collectives, rounded up to
+    minutes. `reloadable`: the groups can be ended and made again."""
+    groups = ReloadableGroups() if reloadable else None
+    with groups.recording() if groups is not None else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+            create_gloo_process_groups=False,  # for checkpoints in a form of Megatron's that moerl has not
+            use_sharp=_sums_in_switches(),
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return groups
+
+
+def _sums_in_switches() -> bool:
+    """Whether all ranks ask for SHARP. Megatron does not heed the variable: it asks for its data-parallel groups alone, as a switch has few
+    flows, and waits there for all ranks, so that they must agree."""
+    if not torch.cuda.is_available():
+        return False
+    asks = torch.tensor(int(os.environ.get(SHARP) == "1"))
+    dist.all_reduce(asks, dist.ReduceOp.MIN)
+    return bool(asks)
 
 
 def _wait_for_all() -> None:
