@@ -54,22 +54,22 @@ def train(
 ) -> None:
     """Train; the same command continues a run that was stopped."""
     from moerl.cluster.forks.fork_server import forking
-    from moerl.cluster.user_process import fork_driver
+    from moerl.cluster.user_process import fork_driver, reading_settings
 
     fork_driver()
 
     with forking():  # beside the check, and before Ray is imported
-        from moerl.check import load_checked
+        with reading_settings():
+            from moerl.check import load_checked
 
-        config = load_checked(overrides, config_dir, starts=True)
+            config = load_checked(overrides, config_dir, starts=True)
 
-        from moerl.observe.report import report_finished
+        from moerl.observe.report import report_finished  # after the check, as the next
 
         if (path := report_finished(config)) is not None:
             typer.echo(f"finished before; report: {path}")
             return
-
-        from moerl import run  # after the check: takes seconds
+        from moerl import run  # takes seconds
 
         typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
 
@@ -85,14 +85,15 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on the data sets of eval.*; the same command continues an evaluation that was stopped."""
     from moerl.cluster.forks.fork_server import forking
-    from moerl.cluster.user_process import fork_driver
+    from moerl.cluster.user_process import fork_driver, reading_settings
 
     fork_driver()
 
     with forking():  # beside the check, and before Ray is imported
-        from moerl.check import load_evaluation
+        with reading_settings():
+            from moerl.check import load_evaluation
 
-        evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
+            evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
 
         from moerl import run  # after the check: takes seconds
         from moerl.evaluation.results import print_table

@@ -5,6 +5,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,14 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def in_this_process() -> Iterator[None]:
-    """A command that a test calls as a function forks no driver: the process in front of it, which is pytest's, would end with it."""
+    """A command that a test calls as a function forks no driver, as the process in front of it, which is pytest's, would end with it, and
+    nothing that imports torch while the settings are read."""
     from moerl.cluster import user_process
+    from moerl.cluster.forks import fork_server
 
     patch = pytest.MonkeyPatch()
     patch.setattr(user_process, "fork_driver", lambda: None)
+    patch.setattr(fork_server, "forking", nullcontext)
     yield
     patch.undo()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moerl.config.schema.custom_part import CustomPart
-from moerl.config.schema.loss_config import ObjectiveConfig
+from moerl.config.schema.loss_config import M2PO, ClipCov, KLCov, ObjectiveConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     if isinstance(config, CustomPart):
         own: Objective = config.build()
         return own
-    return Selected(config) if "whole_minibatch" in config.needs else Plain(config)
+    return Selected(config) if isinstance(config, ClipCov | KLCov | M2PO) else Plain(config)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plain:
 class Selected:
     """A loss for which tokens of the whole mini-batch are chosen first."""
 
-    config: Any
+    config: ClipCov | KLCov | M2PO
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -63,9 +63,18 @@ def tell_end(code: object) -> None:
     _tell({"code": code if isinstance(code, int) else ExitCode.DONE if code is None else ExitCode.FAILED})
 
 
-def tell_cause(message: str) -> None:
-    """From the driver: what the user is to read should it be ended from here on. Cut: nobody reads the pipe while the driver lives."""
-    _tell({"cause": message[:_MOST_SAID]})
+def tell_cause(message: str, code: int = ExitCode.KILLED) -> None:
+    """From the driver: what the user is to read should it be ended from here on, and the exit code then. Cut: nobody reads the pipe while
+    the driver lives."""
+    _tell({"cause": message[:_MOST_SAID], "code_then": code})
+
+
+@contextmanager
+def reading_settings() -> Iterator[None]:
+    """From the driver: inside, code of the user runs that the settings name, and may end the process without a word."""
+    tell_cause("moerl: the process ended while it read the settings: code that they name ended it, or a library of that", ExitCode.FAILED)
+    yield
+    tell_cause("")
 
 
 @contextmanager
@@ -101,9 +110,9 @@ def _answer(driver: int, reading: int) -> NoReturn:
         signal.signal(ended_by, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended_by})
         os.kill(os.getpid(), ended_by)
-    cause = next((each["cause"] for each in reversed(words) if "cause" in each), "") or _unknown(driver, ended_by)
-    os.write(2, f"{cause}\n".encode(errors="replace"))
-    os._exit(ExitCode.KILLED)
+    last: dict[str, Any] = next((each for each in reversed(words) if "cause" in each), {"cause": "", "code_then": ExitCode.KILLED})
+    os.write(2, f"{last['cause'] or _unknown(driver, ended_by)}\n".encode(errors="replace"))
+    os._exit(last["code_then"])
 
 
 def _words(said: bytes) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import ray
 from moerl.cluster.placement import ProcessPlace
 from moerl.cluster.ray_nodes import only_on
 from moerl.config.derive.rdma import crosses_nodes
+from moerl.config.schema.custom_part import folders_of_files
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import WatchedProcess
@@ -40,7 +41,9 @@ class RankProcesses:
         logs, name = config.run_dir.resolve() / "logs", self._title.replace(" ", "-")
         self._calls.know(await self.on_ranks("place", range(num_ranks), each=[logs / f"{name}-{rank}.log" for rank in range(num_ranks)]))
         logger.info("%d processes are there: %s", num_ranks, self._title)
-        told = await self.all("set_environment", config.network, config.train.environment, crosses_nodes(config, "train"))
+        told = await self.all(
+            "set_environment", config.network, config.train.environment, crosses_nodes(config, "train"), folders_of_files()
+        )
         logger.info("%s 0's network settings and variables: %s", self._title, told[0] or "none")
         host, port = await self.one(0, "address"), await self.one(0, "open_store")
         # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.

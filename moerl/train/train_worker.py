@@ -11,8 +11,9 @@ controller calls it on all.
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +95,12 @@ class TrainWorker:
         """Address at which the cluster's nodes reach this one, loopback where there is one; a host's name may stand for a loopback."""
         return reached_at() or "127.0.0.1"
 
-    def set_environment(self, network: NetworkConfig, environment: Mapping[str, str | int], deepep: bool) -> dict[str, str]:
+    def set_environment(
+        self, network: NetworkConfig, environment: Mapping[str, str | int], deepep: bool, folders: Sequence[str] = ()
+    ) -> dict[str, str]:
         """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it. `deepep`:
-        tokens go to other nodes by it."""
+        tokens go to other nodes by it. `folders`: where a user's code may import more, on nodes that have them."""
+        sys.path += [folder for folder in folders if folder not in sys.path]
         found = variables(find_settings(network, "train", reached_at=reached_at(), deepep=deepep))
         found |= {name: str(value) for name, value in environment.items()}
         if network.detect and self._gpus:

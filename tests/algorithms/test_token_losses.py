@@ -1,7 +1,7 @@
 """Per-token losses and KL estimators against scalar arithmetic."""
 
 import math
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,10 +11,20 @@ from hypothesis import strategies as st
 
 from moerl.algorithms.kl import kl_estimate, kl_k3
 from moerl.algorithms.kl_on_driver import KLEstimator, kl_values
-from moerl.algorithms.token_losses import clipped_surrogate
-from moerl.config.schema.loss_config import PPOClip
+from moerl.algorithms.objectives import Selected
+from moerl.algorithms.token_losses import _LOSSES, clipped_surrogate
+from moerl.config.schema.custom_part import CustomPart
+from moerl.config.schema.loss_config import ObjectiveConfig, PPOClip
 
 LOGP = st.floats(-60, 0)
+
+
+def test_every_objective_has_a_loss():
+    """One that needs the whole mini-batch among those that pick tokens of it, every other in the table."""
+    kinds = set(get_args(get_args(ObjectiveConfig)[0])) - {CustomPart}
+    picking = set(get_args(get_type_hints(Selected)["config"]))
+    assert picking == {kind for kind in kinds if "whole_minibatch" in kind.needs}
+    assert set(_LOSSES) == kinds - picking
 
 
 def scalar_ppo(logp, old, advantage, low, high, dual):

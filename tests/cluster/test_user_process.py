@@ -51,6 +51,16 @@ def test_the_last_cause_that_the_driver_knew_is_what_is_said(start):
     assert process.returncode == ExitCode.KILLED
 
 
+def test_an_end_while_the_settings_are_read_is_no_kill_and_nothing_of_rays(start):
+    """76 would have the command started again, which would end as it did."""
+    process, _ = start("c = u.reading_settings(); c.__enter__(); os._exit(3)")
+    assert process.communicate(timeout=20)[1].startswith("moerl: the process ended while it read the settings")
+    assert process.returncode == ExitCode.FAILED
+    process, _ = start("c = u.reading_settings(); c.__enter__(); c.__exit__(None, None, None); os._exit(3)")
+    assert "Ray ended the driver" in process.communicate(timeout=20)[1]
+    assert process.returncode == ExitCode.KILLED
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
 def test_a_driver_that_somebody_kills_ends_the_command_with_76(start, number):
     process, driver = start("time.sleep(600)")

@@ -201,7 +201,10 @@ def test_trainer_and_server_agree_on_what_top_p_left_and_differ_by_what_it_left_
 
 def test_parts_of_a_users_file_train_on_ranks_that_need_not_have_it(tmp_path, monkeypatch):
     """An advantage by tokens, an objective and a correction, each with what the one before it left."""
-    (tmp_path / "own.py").write_text(
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "later.py").write_text("QUARTER = 0.25\n")
+    (parts / "own.py").write_text(
         "from dataclasses import dataclass\n\nimport torch\n\n"
         "from moerl.algorithms.advantages import Credit\nfrom moerl.algorithms.columns import TokenLoss, Weights\n\n\n"
         "@dataclass(frozen=True)\nclass ByToken:\n    needs = {'tokens'}\n\n"
@@ -213,13 +216,13 @@ def test_parts_of_a_users_file_train_on_ranks_that_need_not_have_it(tmp_path, mo
         "        metrics = {'one': one_T, 'credit': columns.advantage_T}\n"
         "        return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(columns.mask_T), metrics=metrics)\n\n\n"
         "@dataclass(frozen=True)\nclass Quarter:\n    needs = {'old_logprobs'}\n\n"
-        "    def weights(self, columns):\n"
-        "        return Weights(weight_T=torch.full_like(columns.logp_T, 0.25), is_bounded_T=columns.sums_T(columns.logp_T) < 0)\n"
+        "    def weights(self, columns):\n        from later import QUARTER\n\n"
+        "        return Weights(weight_T=torch.full_like(columns.logp_T, QUARTER), is_bounded_T=columns.sums_T(columns.logp_T) < 0)\n"
     )
     monkeypatch.chdir(tmp_path)
-    objective = "{kind: custom, path: own.py:Own, settings: {scale: 2.0}}"
-    others = ("~algorithm.advantage", "+algorithm.advantage={kind: custom, path: 'own.py:ByToken'}")
-    corrections = "algorithm.corrections=[{kind: custom, path: 'own.py:Quarter'}]"
+    objective = "{kind: custom, path: parts/own.py:Own, settings: {scale: 2.0}}"
+    others = ("~algorithm.advantage", "+algorithm.advantage={kind: custom, path: 'parts/own.py:ByToken'}")
+    corrections = "algorithm.corrections=[{kind: custom, path: 'parts/own.py:Quarter'}]"
     rows = train(tmp_path, "num_steps=1", DIGIT, *others, corrections, "~algorithm.objective", f"+algorithm.objective={objective}")
     assert rows[0]["objective/one"] == 1
     assert 1 < rows[0]["objective/credit"] < 2

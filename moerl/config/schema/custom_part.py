@@ -60,11 +60,17 @@ def load_class(path: str) -> type:
 
 _PREFIX = "moerl_custom_"
 _NEIGHBOURS: dict[str, ModuleType] = {}
+_FOLDERS: list[str] = []
 
 
 def modules_of_files() -> list[ModuleType]:
     """Modules that were run from files, and those beside them which they imported: other processes cannot import them by their names."""
     return [module for name, module in sys.modules.items() if name.startswith(_PREFIX) or name in _NEIGHBOURS]
+
+
+def folders_of_files() -> list[str]:
+    """Folders of files that were run, from which they may import more later, in other processes too."""
+    return list(_FOLDERS)
 
 
 def _module_of_file(file: Path) -> ModuleType:
@@ -79,6 +85,8 @@ def _module_of_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # where pickle and dataclasses look for it
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    if str(file.parent) not in _FOLDERS:
+        _FOLDERS.append(str(file.parent))
     before = set(sys.modules)
     try:
         spec.loader.exec_module(module)

@@ -47,6 +47,8 @@ def experts_in_tiles(self: Any, hidden_states: torch.Tensor, top_k_index: torch.
     token is padding. `self` is the transformers module of fused experts. A token's bits depend on nothing but the token."""
     is_used = getattr(self, _TOKENS, PassTokens()).is_used
     tokens = np.arange(len(hidden_states)) if is_used is None else np.flatnonzero(is_used)
+    if not len(tokens):
+        return torch.zeros_like(hidden_states)
     experts, rows, places = _tiles(top_k_index.numpy()[tokens], tokens, self.gate_up_proj.shape[0])
     gated = self._apply_gate(_products(self, "gate_up_proj", experts, hidden_states.index_select(0, torch.from_numpy(rows))))
     results = _products(self, "down_proj", experts, gated)
