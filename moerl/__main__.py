@@ -63,13 +63,12 @@ def train(
             from moerl.check import load_checked
 
             config = load_checked(overrides, config_dir, starts=True)
-
-        from moerl.observe.report import report_finished  # after the check, as the next
+        from moerl.observe.report import report_finished
 
         if (path := report_finished(config)) is not None:
             typer.echo(f"finished before; report: {path}")
             return
-        from moerl import run  # takes seconds
+        from moerl import run  # after the check: takes seconds
 
         typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
 

@@ -35,7 +35,6 @@ RELAY_BUFFERS = 2
 """As many more on a rank that relays to servers of its node (moerl/weights/transport/relay_transport.py)."""
 HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
-
 COLLECTOR_PROCESS = 160 * MIB
 """Host memory of a collector beside the samples, which are in Ray's object store (benchmarks/footprint.py)."""
 
