@@ -206,3 +206,23 @@ def test_what_is_imported_before_the_forks_starts_no_thread_and_imports_no_ray()
     environment = os.environ | {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1"}
     imported = subprocess.run([sys.executable, "-c", source + says], capture_output=True, text=True, env=environment, timeout=SECONDS * 2)
     assert imported.stdout == "1 False True\n", imported.stderr
+
+
+def test_servers_begin_before_the_settings_are_read_and_end_with_settings_that_are_refused(tmp_path):
+    (tmp_path / "own.py").write_text(f"import os\n\nopen('seen', 'w').write(os.environ['{VARIABLE}'])\n")
+    mark = new_name()
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")} | {"MARK": mark}
+    objective = ("~algorithm.objective", "+algorithm.objective={kind: custom, path: 'own.py:Nothing'}")
+    command = [sys.executable, "-m", "moerl", "train", "recipe=grpo-tiny-moe-1n2g-sync", *objective]
+    refused = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert (tmp_path / "seen").read_text()
+    assert refused.returncode == 2 and "own.py:Nothing" in refused.stderr
+    assert [process.pid for process in psutil.process_iter() if _has(process, mark)] == []
+
+
+def _has(process, mark):
+    """Whether it was started with a MARK of that name; a zombie has ended."""
+    try:
+        return process.environ().get("MARK") == mark
+    except psutil.Error:
+        return False
