@@ -13,6 +13,7 @@ from test_server_strangers import SECONDS, beside_server, connect, is_closed  # 
 from tiny_servers import VOCAB, push
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.sockets import client_context, server_context
 from moerl.config.schema.rollout_config import TLSConfig
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.fleet.collect import Intake
@@ -20,7 +21,6 @@ from moerl.rollout.fleet.collector_actor import CollectorActor
 from moerl.rollout.server import secret_gate
 from moerl.rollout.server.client import BrokenConnection, generate_at, new_session
 from moerl.rollout.server.messages import dump_requests
-from moerl.rollout.server.tls import client_context, server_context
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError

@@ -20,10 +20,10 @@ from typing import Any
 import aiohttp
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.sockets import client_context
 from moerl.rollout.fleet.collect import Answer, Intake, rest
 from moerl.rollout.server.client import abort_at, generate_at, new_session
 from moerl.rollout.server.messages import parse_requests
-from moerl.rollout.server.tls import client_context
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, DraftCounts, ServerLoad, VersionSpan
 from moerl.types.errors import EngineError, MoerlError

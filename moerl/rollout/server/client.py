@@ -11,13 +11,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import aiohttp
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.sockets import client_context
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server import messages, wire
 from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NodeOfServer, SpreadProcess
-from moerl.rollout.server.tls import client_context
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, WeightError
 

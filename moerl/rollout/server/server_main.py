@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.sockets import server_context
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
 from moerl.rollout.server.app import build_app
@@ -28,7 +29,6 @@ from moerl.rollout.server.contract import Core
 from moerl.rollout.server.limits import Limits
 from moerl.rollout.server.secret_gate import SecretGate, TimedConnection, TLSConnection
 from moerl.rollout.server.server_state import ServerState
-from moerl.rollout.server.tls import server_context
 from moerl.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
