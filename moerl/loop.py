@@ -29,6 +29,7 @@ from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.producing import new_buffer, producing
 from moerl.rollout.prompts import PromptSource
 from moerl.run_stop import Stop
+from moerl.server_trust import ServerTrust
 from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
 from moerl.train.optimizer.learning_rates import learning_rate
@@ -42,13 +43,12 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None, companions: Companions | None = None,
+    trust: ServerTrust, residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None,
+    companions: Companions | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
-        first_version, state = await _load(train, companions)
-        if "drawn" in state:  # else the run begins, perhaps with converted weights
-            prompts.refuse_other_data(state)
+        first_version, state = await _load(train, companions, prompts)
     with observe.phase("push"):
         await weights.push(first_version)
     buffer, routes, algorithm = new_buffer(config, algorithm, state, first_version), routes_to_replay(config), algorithm.resumed(state)
@@ -67,12 +67,12 @@ async def run(
                 raise
             batch = build_batch(groups, algorithm, routes, weights.servers, recomputes=config.rollout.partial)
             with observe.phase("switch"):
-                asked = await weights.ask(groups, batch)
+                asked = await trust.ask(groups, batch)
                 await residency.train()
-                await weights.compare(asked)
+                await trust.compare(asked)
             batch = await _completed(config, step, groups, batch, algorithm, train, companions, observe)
             stats = await _update(config, step, groups, batch, algorithm, train, companions, observe)
-            is_refused = weights.refuses(stats, step=step + 1)
+            is_refused = trust.refuses(stats, step=step + 1)
             check_step(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.state()
             algorithm = algorithm if is_refused else algorithm.after_step(stats, groups)
@@ -87,11 +87,13 @@ async def run(
     await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
 
 
-async def _load(train: TrainGroup, companions: Companions | None) -> tuple[int, dict[str, Any]]:
-    loaded = await train.load()
+async def _load(train: TrainGroup, companions: Companions | None, prompts: PromptSource) -> tuple[int, dict[str, Any]]:
+    version, state = await train.load()
     if companions is not None:
         await companions.load()
-    return loaded
+    if "drawn" in state:  # else the run begins, perhaps with converted weights
+        prompts.refuse_other_data(state)
+    return version, state
 
 
 async def _evaluate(

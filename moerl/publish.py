@@ -1,35 +1,29 @@
-"""Publish a version to the rollout servers: pause, push, resume, and from time to time the canary.
+"""Publish a version to the rollout servers: pause, push, resume, and from time to time a canary (server_trust.py).
 
 A server that ends in a push does not end the push: it is brought to the others, and to that one when it is back.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
-import numpy as np
-
-from moerl.canary import NUM_TOKENS, Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
+from moerl.canary import CanaryResult
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
-from moerl.observe.guards import mismatch_message
 from moerl.observe.metrics import push_metrics
-from moerl.process_rails import ProcessRails
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
-from moerl.train.batching.micro_batch_plan import split_mini_batches
+from moerl.server_trust import ServerTrust
 from moerl.train.group import TrainGroup
-from moerl.types.batch import StoredBatch, TrainBatch
-from moerl.types.errors import EngineError, GuardError, HangError, MoerlError, WeightError
-from moerl.types.groups import Group, Prompt
+from moerl.types.errors import EngineError, HangError, MoerlError, WeightError
 from moerl.types.push import PushStats, Transport
-from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.weights.plan.run_plan import KeptPlan, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
+from moerl.weights.process_rails import ProcessRails
 from moerl.weights.push_calls import SOURCE
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.resolve_transport import resolve_transport
@@ -40,22 +34,19 @@ T = TypeVar("T")
 
 class WeightPublisher:
     def __init__(
-        self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
-        vocab_size: int, rails: ProcessRails | None = None,
+        self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, trust: ServerTrust,
+        rails: ProcessRails | None = None,
     ):  # fmt: skip
-        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer. `rails`: of the servers
-        with which the pool began, and of the ranks."""
-        self._config, self._train, self._residency = config, train, residency
+        """The pool must have started before the first push. `rails`: of the servers with which the pool began, and of the ranks."""
+        self._config, self._train, self._residency, self._trust = config, train, residency, trust
         self._pool, self._fleet, self._rails = pool, pool.fleet, rails
-        self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
-        self._version, self._num_pushes = 0, 0
+        self._version = 0
         self._sync: WeightSync | None = None
         self._connected_to: list[tuple[str, int]] = []
         self._transport: Transport | None = None
         self._plan = KeptPlan()
         self._pushing = asyncio.Lock()
         self._last_push: PushStats | None = None
-        self._compared: set[Member] = set()
 
     def step_metrics(self) -> dict[str, float]:
         """Counts of servers that were restarted, of completions that went on after a push and of preemptions, so far; the bound by caches;
@@ -72,74 +63,14 @@ class WeightPublisher:
     async def push(self, version: int) -> CanaryResult | None:
         """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. Afterwards the
         servers have their GPUs back. The canary's result, when it ran."""
-        self._version, self._num_pushes, self._last_push, self._compared = version, self._num_pushes + 1, None, set()
-        return await self._bring(self._fleet.running, with_canary=self._canary_is_due())
+        self._version, self._last_push = version, None
+        self._trust.begin(version)
+        return await self._bring(self._fleet.running, with_canary=self._trust.canary_is_due)
 
     @property
     def servers(self) -> dict[str, int]:
         """Numbers of the servers that have the present version, by the nonces of the pushes that brought it."""
         return self._fleet.servers_of(self._version)
-
-    async def ask(self, groups: Sequence[Group], batch: StoredBatch) -> dict[Member, Asked]:
-        """Canary's answers, for `compare`, of servers that sampled in `groups` but of which the update compares too few tokens, as in
-        asynchronous runs: tokens of older versions differ rightly. Servers that the canary of this version has compared are left out."""
-        spans = (span for group in groups for sample in group.samples for each in sample.segments for span in each.spans)
-        sources = self._fleet.owners(spans) - self._compared_in(batch) - self._compared
-        members = [member for member in self._fleet.serving() if member in sources]
-        found = await asyncio.gather(*map(self._asked, members), return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return {member: each for member, each in zip(members, found, strict=True) if isinstance(each, Asked)}
-
-    def _compared_in(self, batch: StoredBatch) -> set[Member]:
-        """Servers of which the update of `batch` compares enough tokens, in its first mini-batch."""
-        fresh = batch.select(split_mini_batches(batch.num_sequences, self._config.train.updates_per_step)[0]).fresh
-        if fresh is None:
-            return set()
-        numbers, num_tokens = fresh[fresh[:, 0] >= 0].T
-        counts = np.bincount(numbers, num_tokens)
-        return {self._fleet.members[number] for number in np.flatnonzero(counts >= MIN_COMPARED)}
-
-    async def _asked(self, member: Member) -> Asked | None:
-        """None of one that ends meanwhile, or is retired for what it answers."""
-        before, seconds = {member: member.num_starts}, self._config.deadlines.completion_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await ask_canary([member.engine], self._prompts, **self._sampling())
-        except TimeoutError as error:
-            deadline = f"{seconds:g} s (deadlines.completion_seconds)"
-            hang = await self._pool.hang(deadline, [member])
-            raise (hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")) from error
-        except (EngineError, WeightError) as error:
-            if not (isinstance(error, WeightError) and self._retired([member], error)) and not await self._fleet.lost(before):
-                raise
-            return None
-
-    async def compare(self, asked: Mapping[Member, Asked]) -> None:
-        """The answers with the trainer, which is awake and has not changed its weights since."""
-        if not asked:
-            return
-        by_name = {name: member for member, each in asked.items() for name in each.answers}  # one that came back may have another by now
-        together = merged(asked.values())
-        try:
-            compare_canary(together, (await self._train.logprobs(together.batch)).get(), limit=self._config.weights.mismatch_limit)
-        except WeightError as error:
-            if not self._retired([by_name[name] for name in error.names], error):
-                raise
-
-    def refuses(self, stats: StepStats, *, step: int) -> bool:
-        """Whether the update was not applied because servers had other weights than they said: they are retired. GuardError if it is all
-        that serve: the trainer may be what is wrong."""
-        limit = self._config.weights.mismatch_limit
-        members = {self._fleet.members[number]: stats.server_mismatch[number] for number in disagreeing(stats.server_mismatch, limit)}
-        if members and not self._fleet.trusted() - set(members):
-            raise GuardError(mismatch_message(stats, limit, f"update of step {step}"))
-        for member, found in members.items():
-            said = f"mean |log-prob(trainer) - log-prob(rollout)| = {found.mean:.3g} over {found.num_tokens} tokens of one version"
-            rule = f"must be at most weights.mismatch_limit = {limit:.3g}"
-            self._fleet.retire(member, EngineError(f"{member.name}: step {step}: {said}: {rule}. The step changed no weight"))
-        return bool(members)
 
     async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
@@ -186,21 +117,12 @@ class WeightPublisher:
             except (EngineError, WeightError) as error:
                 names = error.names if isinstance(error, WeightError) else ()
                 liars = [member for member in members if member.name in names]
-                if not self._retired(liars, error) and not await self._fleet.lost(before):
+                if not self._trust.retired(liars, error) and not await self._fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
         await self._residency.share()
         await self._residency.serve()  # those that come back start then
         return None
-
-    def _retired(self, liars: Collection[Member], error: Exception) -> bool:
-        """Whether the canary found some of the servers at fault, `liars`, and not all: these end. At the first push it is the run's
-        settings."""
-        if not liars or self._num_pushes == 1 or not self._fleet.trusted() - set(liars):
-            return False
-        for member in liars:
-            self._fleet.retire(member, EngineError(str(error)))
-        return True
 
     async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
         await self._residency.share()
@@ -211,11 +133,7 @@ class WeightPublisher:
         self._fleet.forget_pushes(before=self._version - self._config.max_staleness)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()
-        if not with_canary:
-            return None
-        result = await self._canary(members)
-        self._compared |= set(members)
-        return result
+        return await self._trust.canary(members) if with_canary else None
 
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
@@ -272,27 +190,3 @@ class WeightPublisher:
             for name in error.names:
                 servers[name].engine.kill()
         return error
-
-    def _canary_is_due(self) -> bool:
-        every = self._config.weights.canary_every
-        return self._num_pushes == 1 or (every > 0 and self._num_pushes % every == 0)
-
-    async def _canary(self, members: list[Member]) -> CanaryResult:
-        engines, limit = [member.engine for member in members], self._config.weights.mismatch_limit
-        return await run_canary(engines, self._scored, self._prompts, limit=limit, **self._sampling())
-
-    def _sampling(self) -> dict[str, Any]:
-        """How a canary is drawn."""
-        return {
-            "max_tokens": min(NUM_TOKENS, self._config.rollout.max_response_tokens),
-            "version": self._version,
-            "vocab_size": self._vocab_size,
-            "temperature": self._config.rollout.temperature,
-            "seed": self._config.seed,
-        }
-
-    async def _scored(self, batch: TrainBatch) -> np.ndarray:
-        await self._residency.share()
-        logprobs_T = (await self._train.logprobs(batch)).get()
-        await self._residency.serve()
-        return logprobs_T

@@ -46,7 +46,6 @@ from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.planner.compare_run import explained
-from moerl.process_rails import ProcessRails, find_process_rails
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rewards.reward_pool import RewardPool
@@ -56,12 +55,14 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource
 from moerl.run_stop import Stop, asked_to_stop, run_until_done
+from moerl.server_trust import ServerTrust
 from moerl.starting_model import RunModel, load_model
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt
 from moerl.warm_start import warm_start
+from moerl.weights.process_rails import ProcessRails, find_process_rails
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -109,14 +110,15 @@ async def _train_model(config: RunConfig, model: RunModel, observe: Observer, st
         raise ConfigError(problems)
     async with _assembled(config, model, observe, stop, trained_on=prompts) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
-        weights = run.publisher(config, [prompts.prompt_at(index) for index in range(canary.NUM_PROMPTS)])
+        trust = run.trust(config, [prompts.prompt_at(index) for index in range(canary.NUM_PROMPTS)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens, trains_rewards=config.trains_rewards)
         evaluates = config.eval is not None and config.eval.every > 0
         try:
             async with run.evaluator(config) if evaluates else nullcontext() as evaluator:
                 await loop.run(
-                    config, algorithm, prompts, runner, run.group, weights, run.residency, observe, run.stop, evaluator, run.companions
-                )
+                    config, algorithm, prompts, runner, run.group, run.publisher(config, trust), trust, run.residency, observe, run.stop,
+                    evaluator, run.companions,
+                )  # fmt: skip
         finally:
             observe.dump_last()
 
@@ -143,7 +145,7 @@ async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
         if evaluation.checkpoint is not None:
             with observe.phase("load"):
                 version = await run.group.load_weights(evaluation.checkpoint)
-        weights = run.publisher(config, evaluator.some_prompts())
+        weights = run.publisher(config, run.trust(config, evaluator.some_prompts()))
         with observe.phase("push"):
             await weights.push(version)
         with observe.phase("eval"):
@@ -175,12 +177,12 @@ class _Assembly:
     rails: ProcessRails | None
     """None: those of the push are not known, or there are none."""
 
-    def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
+    def trust(self, config: RunConfig, prompts: Sequence[Prompt]) -> ServerTrust:
         vocab_size = read_config(self.model.directory)["vocab_size"]
-        return WeightPublisher(
-            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size,
-            rails=self.rails,
-        )  # fmt: skip
+        return ServerTrust(config, train=self.group, pool=self.pool, residency=self.residency, prompts=prompts, vocab_size=vocab_size)
+
+    def publisher(self, config: RunConfig, trust: ServerTrust) -> WeightPublisher:
+        return WeightPublisher(config, train=self.group, pool=self.pool, residency=self.residency, trust=trust, rails=self.rails)
 
     def evaluator(self, config: RunConfig) -> Evaluator:
         model = self.model

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from node_cases import h100_node, output
 
-from moerl import process_rails
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.ray_nodes import Node
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import Port
 from moerl.hardware.nvidia import Topology, parse_topology
 from moerl.hardware.rails import cards, find_rails, rails_of
-from moerl.process_rails import ProcessRails, combined
+from moerl.weights import process_rails
+from moerl.weights.process_rails import ProcessRails, combined
 
 H100 = {str(gpu): gpu for gpu in range(8)}
 

@@ -31,6 +31,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.server.limits import Limits
 from moerl.run_stop import Stop
 from moerl.scratch_model import character_tokenizer
+from moerl.server_trust import ServerTrust
 from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.groups import Group, Prompt, Score
 from moerl.types.push import TensorSpec
@@ -176,10 +177,9 @@ class InProcessRun:
         )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)
-        canary = [prompts.prompt_at(0)]
-        publisher = RecordingPublisher(
-            config, train=self.trainer, pool=pool, residency=residency, canary_prompts=canary, vocab_size=VOCAB_SIZE
-        )
+        parts_of_both: dict[str, Any] = {"train": self.trainer, "pool": pool, "residency": residency}
+        trust = ServerTrust(config, **parts_of_both, prompts=[prompts.prompt_at(0)], vocab_size=VOCAB_SIZE)
+        publisher = RecordingPublisher(config, **parts_of_both, trust=trust)
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
         self.trainer.events = runner.events = publisher.events = self.events
         try:
@@ -188,7 +188,7 @@ class InProcessRun:
                 await residency.make_room()
                 with RecordingObserver(config) as observer:
                     observer.groups = self.groups
-                    parts = (config, algorithm, prompts, runner, self.trainer, publisher, residency, observer, self.stop)
+                    parts = (config, algorithm, prompts, runner, self.trainer, publisher, trust, residency, observer, self.stop)
                     if config.eval is None:
                         await loop.run(*parts)
                     else:

@@ -82,7 +82,7 @@ class Dying(FakeEngine):
 
     async def generate(self, prompt_ids, sampling, request_id):
         if request_id.startswith("7-"):
-            self._fail(EngineError, f"{self.name}: the server died")
+            self._requests.fail(EngineError, f"{self.name}: the server died")
             raise EngineError(f"{self.name}: the server died")
         return await super().generate(prompt_ids, sampling, request_id)
 
@@ -178,7 +178,7 @@ class Foreign(FakeEngine):
 
     async def generate(self, prompt_ids, sampling, request_id):
         if self._version == 1 and not request_id.startswith("canary"):
-            self._push_ids[1] = "of another run"
+            self._requests.pushed(1, "of another run")
         return await super().generate(prompt_ids, sampling, request_id)
 
 

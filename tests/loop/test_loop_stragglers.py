@@ -31,10 +31,16 @@ class Uneven(FakeEngine):
 class Late(FakeEngine):
     """One prompt in twelve takes until two more pushes have come, which is as long as PASSED lets others pass it."""
 
+    num_pushes = 0
+
+    async def finish(self, version, push_id):
+        await super().finish(version, push_id)
+        self.num_pushes += 1
+
     async def generate(self, prompt_ids, sampling, request_id):
-        ticket, first = request_id.partition("-")[0], self._num_pushes
+        ticket, first = request_id.partition("-")[0], self.num_pushes
         completion = await super().generate(prompt_ids, sampling, request_id)
-        while ticket.isdecimal() and int(ticket) % 12 == 5 and self._num_pushes < first + 2:  # noqa: ASYNC110
+        while ticket.isdecimal() and int(ticket) % 12 == 5 and self.num_pushes < first + 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return completion
 

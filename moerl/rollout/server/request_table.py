@@ -53,7 +53,7 @@ class RequestTable:
         return len(self._held) - len(self.running)
 
     def pushed(self, version: int, push_id: str) -> None:
-        """What was cached before is of other weights, and spans of `version` name the push that brought it."""
+        """Weights of `version` have come: what was cached before is of others, and its spans name the push that brought it."""
         self._push_ids[version] = push_id
         self._num_pushes += 1
 
@@ -78,7 +78,7 @@ class RequestTable:
             raise
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
-        """None: all."""
+        """Those of these names end with the tokens they have; None: all."""
         names = self._held if request_ids is None else request_ids
         chosen = [self._held[name] for name in names if name in self._held]
         if request_ids is not None:
@@ -86,7 +86,7 @@ class RequestTable:
         await self.end_early(chosen)
 
     def admit(self) -> None:
-        """Those that wait begin, as far as there is room."""
+        """Requests that wait begin, as far as there is room."""
         if not self._may_begin():
             return
         waiting = [held for held in self._held.values() if held.task is None]
