@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megatron_patches
 from moerl.models.bridge.adapter_names import AdapterNames
-from moerl.models.bridge.native_bridge import Groups
+from moerl.models.bridge.rank_tensors import Groups
 from moerl.models.families.parts.family import Family, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
 

@@ -7,54 +7,18 @@ Layers of multi-token prediction that are not trained are not built: they leave 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moerl.models.bridge.rank_parameters import hf_names, owned_by
+from moerl.models.bridge.rank_tensors import Groups, RankTensors, leaves_as
 from moerl.models.expert_stacks import restack, stack_of, stored_names
 from moerl.models.families.parts.family import Family, Rule, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import cut_dim, join, merge, own_range, pieces
-from moerl.types.errors import CheckpointError, WeightError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """The process groups over which a parameter may be split."""
-
-    tensor: dist.ProcessGroup
-    expert_tensor: dist.ProcessGroup
-    expert: dist.ProcessGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportPart:
-    """A tensor as it leaves in a push, or one expert's part of a stack."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    """The lowest rank that holds some of it."""
-    expert: int | None
-    cut_dim: int | None
-    """The axis over which (expert) tensor-parallel ranks hold equal ranges; None: each holds the whole."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """Part of a tensor that one rank holds, or of one expert's part of a stack."""
-
-    tensor: Tensor
-    """In the parameter's dtype; possibly a view of it."""
-    start: tuple[int, ...]
-    """In the tensor, along every axis."""
-    group: dist.ProcessGroup
-    """The ranks among which the tensor is cut, if it is."""
+from moerl.models.shards import cut_dim, join, merge, own_range
+from moerl.types.errors import CheckpointError
 
 
 class NativeBridge:
@@ -67,41 +31,37 @@ class NativeBridge:
 
         `source`: the checkpoint the model comes from. Its tensors of multi-token prediction are exported, whether built or not.
         """
-        self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
-        owned = (item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank()))
-        self._owned = {item.name: item for item in owned if has_output or item.name != "output_layer.weight"}
-        self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
-        self._owners = self._find_owners()
-        # Of a tied model the last stage has the embedding a second time, and the first one sends it.
-        named = ((hf, item, index) for item in self._owned.values() for index, hf in enumerate(self._hf_names(item.rule, item.numbers)))
-        self._held = {hf: (item, index) for hf, item, index in named}
+        self._sizes, self._family, self._source = sizes, family, source
+        self._ranks = RankTensors(family, chunks, groups=groups, sizes=sizes, tied=tied, has_output=has_output)
         self._mtp_layers = mtp_layers(source, sizes.num_layers)
-        parts = [hf for name in self._owners for hf in self._export_names(name, with_mtp=True)]
+        parts = [hf for name in self._ranks.owners for hf in self._export_names(name, with_mtp=True)]
         built = set(stored_names(parts))
         self._num_parts = Counter(stack[0] for part in parts if (stack := stack_of(part)) is not None)
-        self._float32 = {hf for name in self._owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)}
+        self._float32 = {
+            hf for name in self._ranks.owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)
+        }
         self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""
-        return (item.tensor for item in self._owned.values())
+        return (item.tensor for item in self._ranks.own.values())
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
-        for item in self._owned.values():
-            names, group = self._hf_names(item.rule, item.numbers), self._shard_group(item.rule)
+        for item in self._ranks.own.values():
+            names, group = self._ranks.hf_names(item.rule, item.numbers), self._ranks.shard_group(item.rule)
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, expected in zip(names, whole, strict=True):
                 check_shape(name, checkpoint.shape(name), expected)
             parts = [self._read_own(checkpoint, name, item.rule, tensor.shape, group) for name, tensor in zip(names, whole, strict=True)]
             with torch.no_grad():
                 item.tensor.copy_(join(item.rule, parts, num_ranks=group.size(), sizes=self._sizes))
-            if dist.get_rank() == self._owners.get(item.name):
+            if dist.get_rank() == self._ranks.owners.get(item.name):
                 check_copies(names[0], copy_names(item.rule, self._mtp_layers), checkpoint)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
-        names = stored_names(hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp))
+        names = stored_names(hf for name in self._ranks.owners for hf in self._export_names(name, with_mtp=with_mtp))
         return names + (self._kept if with_mtp else [])
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
@@ -119,55 +79,8 @@ class NativeBridge:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, read_kept(checkpoint, name, dtype)) for name in self._kept)
 
-    def owned(self) -> "NativeBridge":
-        return self
-
-    def parts(self, dtype: torch.dtype, *, with_mtp: bool = False) -> list[ExportPart]:
-        """Tensors of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank. `with_mtp`: and those of the layers of
-        multi-token prediction that were built, without copies of other tensors."""
-        found = []
-        for name, owner in self._owners.items():
-            rule, numbers = self._family.find(name)
-            if rule.is_mtp and not with_mtp:
-                continue
-            leaves_as = torch.float32 if rule.is_float32 else dtype
-            for hf, whole in zip(self._hf_names(rule, numbers), self._whole_on_meta(name, rule), strict=True):
-                part = ExportPart(
-                    name=hf, shape=tuple(whole.shape), dtype=leaves_as, owner=owner, expert=numbers.get("expert"), cut_dim=cut_dim(rule)
-                )
-                found.append(part)
-        return found
-
-    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A box of the tensor `name`, of which this rank holds all; possibly a view of a parameter. WeightError if it does not."""
-        if name in self._held:
-            key, part_start, part_shape = name, start, shape
-        else:
-            key, part_start, part_shape = f"{name}[{start[0]}]", start[1:], shape[1:]
-        mine = self.shard(key)
-        if mine is None:
-            raise WeightError(f"tensor {name!r}: trainer rank {dist.get_rank()} holds nothing of it; the plan was made for another layout")
-        begins = [begin - offset for begin, offset in zip(part_start, mine.start, strict=True)]
-        box = tuple(slice(begin, begin + size) for begin, size in zip(begins, part_shape, strict=True))
-        found = mine.tensor[box].to(self.dtype(key, dtype))
-        if found.shape != part_shape or any(begin < 0 for begin in begins):
-            raise WeightError(
-                f"tensor {name!r}: trainer rank {dist.get_rank()} holds {list(mine.tensor.shape)} at {list(mine.start)}, the plan of the "
-                f"push wants {list(part_shape)} at {list(part_start)}; it was made for another layout"
-            )
-        return found.reshape(shape)
-
-    def shard(self, name: str) -> Shard | None:
-        """`name`: of a tensor, or of one expert's part of a stack. None: this rank holds nothing of it."""
-        if name not in self._held:
-            return None
-        item, index = self._held[name]
-        group, dim = self._shard_group(item.rule), cut_dim(item.rule)
-        mine = pieces(item.rule, item.tensor.detach(), rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)[index]
-        start = [0] * mine.dim()
-        if dim is not None:
-            start[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
-        return Shard(tensor=mine, start=tuple(start), group=group)
+    def owned(self) -> RankTensors:
+        return self._ranks
 
     def _read_own(self, checkpoint: HFCheckpoint, name: str, rule: Rule, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
         """Part that this rank holds of a tensor of `shape`."""
@@ -178,7 +91,7 @@ class NativeBridge:
 
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """Names that `export` gives of the model that is built, with the stacks of experts in parts."""
-        for name, owner in self._owners.items():
+        for name, owner in self._ranks.owners.items():
             rule, _ = self._family.find(name)
             if rule.is_mtp and not with_mtp:
                 continue
@@ -186,14 +99,14 @@ class NativeBridge:
             if dist.get_rank() == 0:
                 # A tensor with copies has one Hugging Face tensor, so that the names after the first are its copies.
                 names = self._export_names(name, with_mtp=with_mtp)
-                tensors = [tensor.to(torch.float32 if rule.is_float32 else dtype) for tensor in tensors]
+                tensors = [tensor.to(leaves_as(rule, dtype)) for tensor in tensors]
                 yield from zip(names, tensors + tensors[:1] * (len(names) - len(tensors)), strict=True)
 
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
-        group = self._shard_group(rule)
-        gathers = name in self._owned and source in dist.get_process_group_ranks(group)
-        shards = self._gather(self._owned[name].tensor.detach(), rule, group) if gathers else []
+        group = self._ranks.shard_group(rule)
+        gathers = name in self._ranks.own and source in dist.get_process_group_ranks(group)
+        shards = self._gather(self._ranks.own[name].tensor.detach(), rule, group) if gathers else []
         tensors = merge(rule, shards, sizes=self._sizes) if gathers else []
         if source == 0 or dist.get_rank() not in (0, source):
             return tensors
@@ -201,12 +114,7 @@ class NativeBridge:
             for tensor in tensors:
                 dist.send(tensor.contiguous(), dst=0)
             return []
-        return [_receive(source, whole) for whole in self._whole_on_meta(name, rule)]
-
-    def _whole_on_meta(self, name: str, rule: Rule) -> list[Tensor]:
-        shape, dtype = self._shards[name]
-        shard = torch.empty(shape, dtype=dtype, device="meta")
-        return merge(rule, [shard] * self._shard_group(rule).size(), sizes=self._sizes)
+        return [_receive(source, whole) for whole in self._ranks.whole_on_meta(name, rule)]
 
     @staticmethod
     def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
@@ -216,38 +124,11 @@ class NativeBridge:
         dist.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
-    def _find_owners(self) -> dict[str, int]:
-        """Global name -> lowest rank that holds it, in one order on every rank; without a tied output layer."""
-        held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, {name: (item.tensor.shape, item.tensor.dtype) for name, item in self._owned.items()})
-        owners: dict[str, int] = {}
-        for rank, shards in enumerate(held):
-            self._shards |= shards
-            for name in shards:
-                owners.setdefault(name, rank)
-        if self._tied:
-            owners.pop("output_layer.weight", None)
-        return self._with_stacks_together(owners)
-
-    def _with_stacks_together(self, owners: dict[str, int]) -> dict[str, int]:
-        """Otherwise the parts of every stack, one after the other by rank, would be held at the same time."""
-        first: dict[str, int] = {}
-        for place, name in enumerate(owners):
-            stack = stack_of(self._hf_names(*self._family.find(name))[0])
-            first[name] = place if stack is None else first.setdefault(stack[0], place)
-        return {name: owners[name] for name in sorted(owners, key=first.__getitem__)}
-
-    def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
-        return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
-
     def _export_names(self, name: str, *, with_mtp: bool) -> list[str]:
         rule, numbers = self._family.find(name)
         if not with_mtp:
-            return [] if rule.is_mtp else self._hf_names(rule, numbers)
-        return self._hf_names(rule, numbers) + copy_names(rule, self._mtp_layers)
-
-    def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
-        return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
+            return [] if rule.is_mtp else self._ranks.hf_names(rule, numbers)
+        return self._ranks.hf_names(rule, numbers) + copy_names(rule, self._mtp_layers)
 
 
 def mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:

@@ -11,23 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moerl.models.bridge.native_bridge import ExportPart, Groups, NativeBridge, Shard
+from moerl.models.bridge.native_bridge import NativeBridge
+from moerl.models.bridge.rank_tensors import Groups, RankTensors
 from moerl.models.families.parts.family import Family, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
-
-
-class OwnedTensors(Protocol):
-    """The tensors of `export` where the ranks hold them: nothing is gathered."""
-
-    def parts(self, dtype: torch.dtype, *, with_mtp: bool = False) -> list[ExportPart]:
-        """Those of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank. `with_mtp`: and those of the layers of
-        multi-token prediction that were built, without copies of other tensors."""
-
-    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
-
-    def shard(self, name: str) -> Shard | None:
-        """Shard of one of the `parts`; None: this rank holds nothing of it."""
 
 
 class WeightBridge(Protocol):
@@ -45,8 +32,8 @@ class WeightBridge(Protocol):
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
-    def owned(self) -> OwnedTensors | None:
-        """Tensors that each rank holds, by Hugging Face names. None: only an export can tell."""
+    def owned(self) -> RankTensors | None:
+        """Tensors of `export` where the ranks hold them. None: only an export can tell."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

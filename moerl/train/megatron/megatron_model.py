@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
-from moerl.models.bridge.native_bridge import Groups
+from moerl.models.bridge.rank_tensors import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.parts.family import DeltaSizes, Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.find_family import find_family

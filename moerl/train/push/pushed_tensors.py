@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.config.schema.layout import Layout
-from moerl.models.bridge.weight_bridge import OwnedTensors, WeightBridge
+from moerl.models.bridge.rank_tensors import RankTensors
+from moerl.models.bridge.weight_bridge import WeightBridge
 from moerl.models.fp8_blocks import ScaleFormat, quantized_box
 from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.models.hf_checkpoint import HFCheckpoint
@@ -105,7 +106,7 @@ class PushedTensors:
         assert self._gathered is not None, "gather comes first"
         return self._gathered[name]
 
-    def _shared_blocks(self, owned: OwnedTensors) -> dict[str, dist.ProcessGroup]:
+    def _shared_blocks(self, owned: RankTensors) -> dict[str, dist.ProcessGroup]:
         """Tensors of this rank with blocks that lie on several ranks of a group, in one order on all of them."""
         shards = ((tensor, owned.shard(name)) for name, tensor in sorted(self._quantized.items()))
         return {
