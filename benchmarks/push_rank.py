@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.train.push.push_source import PushOrder, RankPush
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.run_plan import Outline
 
@@ -63,7 +64,6 @@ class Worker:
         from moerl.train.megatron.megatron_model import build_model
         from moerl.train.megatron.process_groups import initialize_groups
         from moerl.train.push.pushed_tensors import PushedTensors
-        from moerl.train.train_worker import TrainWorker
 
         initialize_groups(LAYOUT, 1)
         self._rank, self._bridges = rank, {}
@@ -73,7 +73,7 @@ class Worker:
             with HFCheckpoint(model) as checkpoint:
                 self._bridges[name].load(checkpoint)
         self.pushed = PushedTensors(self._bridges["native"], LAYOUT, torch.bfloat16, model, fp8_scales=None)
-        self._new_worker, self._workers = TrainWorker, dict[str, Any]()
+        self._pushes: dict[str, RankPush] = {}
         self._before = 0
 
     def reset_growth(self) -> None:
@@ -87,28 +87,27 @@ class Worker:
 
     @contextmanager
     def pushing(self, *, begins: bool = False) -> Iterator[None]:
-        """What a TrainWorker asks its engine for."""
+        """What a push asks a rank's engine for."""
         yield
 
     def outline_push(self, bucket_bytes: int) -> Outline:
         return self.pushed.outline(bucket_bytes)
 
-    def listen(self, way: str, *arguments: Any) -> str:
-        worker = self._workers[way] = self._new_worker(self._rank, LAYOUT.ranks, ())
-        worker._engine = self  # type: ignore[assignment]
-        return worker.listen(*arguments)
+    def listen(self, way: str, order: PushOrder) -> str:
+        self._pushes[way] = RankPush(self, self._rank, "127.0.0.1")  # type: ignore[arg-type]
+        return self._pushes[way].listen(order)
 
-    def connect(self, way: str, *arguments: Any) -> None:
-        self._workers[way].connect(*arguments)
+    def connect(self, way: str, address: str, num_readers: int) -> None:
+        self._pushes[way].connect(address, num_readers)
 
     def digest_push(self, way: str) -> Any:
-        return self._workers[way].digest_push()
+        return self._pushes[way].digests()
 
     def send_push(self, way: str) -> Any:
-        return self._workers[way].send_push()
+        return self._pushes[way].send()
 
     def finish_push(self, way: str) -> None:
-        self._workers[way].finish_push()
+        self._pushes[way].finish()
 
     # -- the others ------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,6 @@ import ray
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
-from moerl.cluster.run_secret import RunSecret
-from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills
 from moerl.hangs.python_stacks import answer_stack_requests
@@ -37,21 +35,19 @@ from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
 from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.attention_backend import attention_backend
+from moerl.train.push.push_source import PushOrder, RankPush
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
 from moerl.types.batch import Batch
 from moerl.types.errors import ConfigError, problem
-from moerl.types.push import Transport
 from moerl.types.stats import StepStats
 from moerl.types.stored import InStore, keep
-from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from moerl.train.megatron_engine import EngineSettings, MegatronEngine
-    from moerl.weights.send import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +65,6 @@ class TrainWorker:
         self._gpus = gpus
         self._rank, self._num_ranks = rank, num_ranks
         self._store: TCPStore | None = None
-        self._sender: WeightSender | None = None
         self._beside: dict[str, MegatronEngine] = {}
         self._attention: str | None = None
         torch.set_num_threads(1)
@@ -140,6 +135,7 @@ class TrainWorker:
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
         groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
+        self._push = RankPush(self._engine, self._rank, self.address())
         logger.info("fused kernels: %s", self._engine.model.fusions)
         megatron_patches.assert_active()
         return megatron_patches.active_names()
@@ -228,64 +224,25 @@ class TrainWorker:
         for _ in tensors:
             raise AssertionError("only rank 0 receives exported tensors, and it has read them all")
 
-    # -- weight push -------------------------------------------------------------------------------------------
+    # -- weight push: RankPush of train/push/push_source.py. Only digest_push is collective ---------------------
 
     def outline_push(self, bucket_bytes: int) -> Outline:
-        """Not collective."""
-        return self._engine.pushed.outline(bucket_bytes)
+        return self._push.outline(bucket_bytes)
 
-    def listen(
-        self, transport: Transport, job: Job, relayed: Job, senders: list[int], seconds: float, secret: RunSecret, weights: WeightsConfig,
-        directory: Path, on_gpu: bool,
-    ) -> str:  # fmt: skip
-        """This rank sends `job`, and passes on `relayed`, in every push from now on; nothing if both are empty. The address if it is the
-        first of the `senders`, which are all that do something.
-
-        `seconds`: how long a call may wait for receivers. `secret`: all sides prove it. `directory`: of the files of
-        weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but `digest_push`.
-        """
-        import torch
-
-        from moerl.weights.send import WeightSender
-
-        if self._sender is not None:
-            self._sender.close()
-        self._sender, self._senders = None, senders
-        if not job and not relayed:
-            return ""
-        self._sender = WeightSender(
-            transport,
-            job,
-            self._engine.pushed.read,
-            seconds=seconds,
-            secret=secret,
-            rank=self._rank,
-            relayed=relayed,
-            device=torch.device(torch.cuda.current_device() if on_gpu else "cpu"),
-            host=self.address(),
-            directory=directory / f"rank-{self._rank}",
-            delta=weights.disk_delta,
-        )
-        return self._sender.listen(is_first=self._rank == senders[0])
+    def listen(self, order: PushOrder) -> str:
+        return self._push.listen(order)
 
     def connect(self, address: str, num_readers: int) -> None:
-        if self._sender is not None:
-            self._sender.connect(address, senders=self._senders, num_readers=num_readers)
+        self._push.connect(address, num_readers)
 
     def digest_push(self) -> list[str]:
-        """Begins a push of the present weights. Collective."""
-        with self._engine.pushing(begins=True):
-            return [] if self._sender is None else self._sender.digests()
+        return self._push.digests()
 
     def send_push(self) -> int:
-        """Everything that this rank sends, until it was read; bytes written (weights.transport=disk)."""
-        with self._engine.pushing():
-            return 0 if self._sender is None else self._sender.send()
+        return self._push.send()
 
     def finish_push(self) -> None:
-        if self._sender is not None:
-            self._sender.finish()
-        self._engine.pushed.release()
+        self._push.finish()
 
     def process_id(self) -> int:
         return os.getpid()

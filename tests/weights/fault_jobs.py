@@ -54,21 +54,22 @@ class FaultyWorker(TrainWorker):
 
     def hide(self, hidden: str) -> None:
         """A bridge that does not know this tensor; "" brings it back."""
-        bridge = self._engine.model.bridge
-        bridge.__dict__.pop("parts", None)
-        parts = bridge.parts
+        owned = self._engine.model.bridge.owned()
+        owned.__dict__.pop("parts", None)
+        parts = owned.parts
         if hidden:
-            bridge.parts = lambda dtype, **kinds: [part for part in parts(dtype, **kinds) if part.name != hidden]
+            owned.parts = lambda dtype, **kinds: [part for part in parts(dtype, **kinds) if part.name != hidden]
 
     def send_push(self) -> int:
-        assert self._sender is not None
-        read, place = self._sender._read, self._sender._place
-        self._sender._read = self._read_with_fault
-        self._sender._place = lambda entry, data: None if self._packed(entry.name) is None else place(entry, data)
+        sender = self._push.sender
+        assert sender is not None
+        read, place = sender._read, sender._place
+        sender._read = self._read_with_fault
+        sender._place = lambda entry, data: None if self._packed(entry.name) is None else place(entry, data)
         try:
             return super().send_push()
         finally:
-            self._sender._read, self._sender._place = read, place
+            sender._read, sender._place = read, place
 
     def _packed(self, name: str) -> torch.Tensor | None:
         return self.faults[self.fault](name, self.values, self.last) if self.fault else self.values[name]

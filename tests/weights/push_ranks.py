@@ -12,7 +12,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.models.fp8_blocks import ScaleFormat, quantized
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.push.push_source import MegatronSource
+from moerl.train.push.push_source import MegatronSource, RankPush
 from moerl.types.push import Bucket, TensorSpec, Transport
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job, stored_specs
@@ -83,6 +83,7 @@ def new_worker(settings: EngineSettings, kind: Any) -> Any:
 
     worker = kind(dist.get_rank(), dist.get_world_size(), ())
     worker._engine = new_engine(settings)
+    worker._push = RankPush(worker._engine, dist.get_rank(), worker.address())
     return worker
 
 

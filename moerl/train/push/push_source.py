@@ -1,9 +1,14 @@
-"""The training ranks as the source of a weight push: every rank sends what the plan says, and none waits for another."""
+"""The training ranks as the source of a weight push, on both sides of their calls: the driver's, which tells each rank what the plan gives it
+to send, and a rank's, which sends it and waits for no other.
+
+The driver has no torch: what needs it is imported in the rank's methods.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
@@ -11,14 +16,40 @@ from moerl.types.push import Transport
 from moerl.weights.plan.buckets import Job, relayed
 from moerl.weights.plan.run_plan import Outline
 
+if TYPE_CHECKING:
+    from moerl.train.megatron_engine import MegatronEngine
+    from moerl.weights.send import WeightSender
+
 AllRanks = Callable[..., Awaitable[list[Any]]]
 """(verb, *args): what the verb of every worker returns."""
 OneRank = Callable[..., Awaitable[Any]]
 """(rank, verb, *args)"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOrder:
+    """Order to a rank: what it does in every push from now on."""
+
+    transport: Transport
+    job: Job
+    """What it sends."""
+    relayed: Job
+    """What it passes on."""
+    members: tuple[int, ...]
+    """Ranks that send or relay, in order."""
+    seconds: float
+    """How long a call may wait for receivers."""
+    secret: RunSecret
+    """All sides prove it."""
+    weights: WeightsConfig
+    directory: Path
+    """Of the files of weights.transport=disk."""
+    on_gpu: bool
+    """Buckets stay there, if there is one."""
+
+
 class MegatronSource:
-    """Implements weights.sync.WeightSource over the verbs of TrainWorker."""
+    """Implements weights.sync.WeightSource over the verbs of TrainWorker, which hands them to `RankPush`."""
 
     def __init__(self, weights: WeightsConfig, *, directory: Path, all_ranks: AllRanks, one_rank: OneRank, shares_gpus: bool = False):
         """`directory`: of the files of weights.transport=disk. `shares_gpus`: with servers, so that NCCL, which wants a GPU for each
@@ -26,8 +57,7 @@ class MegatronSource:
         self._weights, self._directory, self._shares_gpus = weights, directory, shares_gpus
         self._all_ranks, self._one_rank = all_ranks, one_rank
         self._senders: list[int] = []
-        self._members: list[int] = []
-        """Ranks that send or relay."""
+        self._members: tuple[int, ...] = ()
 
     async def outline(self) -> Outline:
         outline: Outline = await self._one_rank(0, "outline_push", self._weights.bucket_bytes)
@@ -35,11 +65,23 @@ class MegatronSource:
 
     async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         others = relayed(jobs)
-        before, self._members, self._senders = self._members, sorted({*jobs, *others}), sorted(jobs)
-        on_gpu = transport in ("ipc", "relay") or not self._shares_gpus
-        same = (self._members, seconds, secret, self._weights, self._directory, on_gpu)
+        before, self._members, self._senders = self._members, tuple(sorted({*jobs, *others})), sorted(jobs)
         ranks = sorted({*before, *self._members})
-        calls = [self._one_rank(rank, "listen", transport, jobs.get(rank, ()), others.get(rank, ()), *same) for rank in ranks]
+        orders = [
+            PushOrder(
+                transport=transport,
+                job=jobs.get(rank, ()),
+                relayed=others.get(rank, ()),
+                members=self._members,
+                seconds=seconds,
+                secret=secret,
+                weights=self._weights,
+                directory=self._directory,
+                on_gpu=transport in ("ipc", "relay") or not self._shares_gpus,
+            )
+            for rank in ranks
+        ]
+        calls = [self._one_rank(rank, "listen", order) for rank, order in zip(ranks, orders, strict=True)]
         addresses: list[str] = await asyncio.gather(*calls)
         return next(address for rank, address in zip(ranks, addresses, strict=True) if rank == self._members[0])
 
@@ -55,3 +97,62 @@ class MegatronSource:
 
     async def finish(self) -> None:
         await self._all_ranks("finish_push")
+
+
+class RankPush:
+    """A rank's side; only `digests` is collective."""
+
+    def __init__(self, engine: "MegatronEngine", rank: int, host: str):
+        """`host`: the address at which others reach this process."""
+        self._engine, self._rank, self._host = engine, rank, host
+        self.sender: WeightSender | None = None
+        """None: this rank has nothing to do in a push."""
+        self._members: tuple[int, ...] = ()
+
+    def outline(self, bucket_bytes: int) -> Outline:
+        return self._engine.pushed.outline(bucket_bytes)
+
+    def listen(self, order: PushOrder) -> str:
+        """The address if it is the first of the members."""
+        import torch
+
+        from moerl.weights.send import WeightSender
+
+        if self.sender is not None:
+            self.sender.close()
+        self.sender, self._members = None, order.members
+        if self._rank not in order.members:
+            return ""
+        self.sender = WeightSender(
+            order.transport,
+            order.job,
+            self._engine.pushed.read,
+            seconds=order.seconds,
+            secret=order.secret,
+            rank=self._rank,
+            relayed=order.relayed,
+            device=torch.device(torch.cuda.current_device() if order.on_gpu else "cpu"),
+            host=self._host,
+            directory=order.directory / f"rank-{self._rank}",
+            delta=order.weights.disk_delta,
+        )
+        return self.sender.listen(is_first=self._rank == order.members[0])
+
+    def connect(self, address: str, num_readers: int) -> None:
+        if self.sender is not None:
+            self.sender.connect(address, senders=self._members, num_readers=num_readers)
+
+    def digests(self) -> list[str]:
+        """Begins a push of the present weights. Collective."""
+        with self._engine.pushing(begins=True):
+            return [] if self.sender is None else self.sender.digests()
+
+    def send(self) -> int:
+        """Everything that this rank sends, until it was read; bytes written (weights.transport=disk)."""
+        with self._engine.pushing():
+            return 0 if self.sender is None else self.sender.send()
+
+    def finish(self) -> None:
+        if self.sender is not None:
+            self.sender.finish()
+        self._engine.pushed.release()
