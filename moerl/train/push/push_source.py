@@ -1,5 +1,5 @@
-"""The training ranks as the source of a weight push, on both sides of their calls: the driver's, which tells each rank what the plan gives it
-to send, and a rank's, which sends it and waits for no other.
+"""The training ranks as the source of a weight push, on both sides of their calls: the driver's, which tells each rank what the plan gives
+it to send, and a rank's, which sends it and waits for no other.
 
 The driver has no torch: what needs it is imported in the rank's methods.
 """
