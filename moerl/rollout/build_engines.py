@@ -1,4 +1,4 @@
-"""Rollout engines of a run, and who receives what they answer, from its configuration."""
+"""Rollout engines of a run, from its configuration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,13 +7,9 @@ from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
-from moerl.config.derive.collectors import collectors_per_server, num_collectors
-from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
-from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.rollout.server.limits import Limits
@@ -21,7 +17,6 @@ from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NewProcess, NodeOfServer
 from moerl.rollout.server_commands import port_of, server_command
-from moerl.types.stored import keep
 
 
 def build_engines(
@@ -33,30 +28,6 @@ def build_engines(
     build = ENGINES[config.rollout.engine]
     servers = [_nodes(config, placement, index) for index in range(config.rollout.num_servers)]
     return [build(config, model_dir, log_dir, index, nodes, secret) for index, nodes in enumerate(servers)]
-
-
-def build_collector(
-    config: RunConfig, model_dir: Path, decoder: Decoder, secret: RunSecret, *, placement: RunPlacement | None = None
-) -> Collector:
-    """Receiver of completions: this process those of engines inside it, Ray actors on the servers' nodes those of servers. Train ranks can
-    fetch them."""
-    rollout = config.rollout
-    intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
-    if rollout.traits.runs_in_driver:
-        return LocalCollector(intake, keep=keep)
-    # Ray is imported for this one only.
-    from moerl.rollout.fleet.ray_collectors import RayCollectors
-
-    return RayCollectors(
-        intake,
-        secret=secret,
-        num_actors=num_collectors(config),
-        per_server=collectors_per_server(config),
-        nodes=() if placement is None else list(dict.fromkeys(places[0].node.id for places in placement.servers)),
-        start_seconds=config.deadlines.start_seconds,
-        max_restarts=rollout.max_restarts,
-        authority=_authority(rollout),
-    )
 
 
 def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:
@@ -95,12 +66,8 @@ def _build_server(
         log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
         meeting_port=config.rollout.layout.port,
-        authority=_authority(config.rollout),
+        authority=config.rollout.authority,
     )
-
-
-def _authority(rollout: RolloutConfig) -> Path | None:
-    return None if rollout.tls is None else Path(rollout.tls.authority)
 
 
 def _build_fake(

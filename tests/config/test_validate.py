@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.load import load
-from moerl.config.schema.rollout_config import TRAITS
+from moerl.types.engine_traits import TRAITS
 from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"

@@ -10,11 +10,12 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
-from moerl.config.schema.rollout_config import TRAITS, RolloutConfig
+from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.rollout.build_engines import ENGINES, build_engines
 from moerl.types.completion import SamplingParams
+from moerl.types.engine_traits import TRAITS
 
 
 def config(*, deterministic=False, **rollout):

@@ -15,14 +15,8 @@ from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules import engine_rules
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_arguments import (
-    FP8_BLOCKS,
-    QuietParser,
-    argument_problems,
-    as_command_line,
-    overrides,
-    version_problems,
-)
+from moerl.rollout.engines.argument_check import QuietParser, argument_problems, version_problems
+from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, as_command_line, overrides
 from moerl.rollout.engines.sglang import sglang_core
 from moerl.rollout.engines.vllm import vllm_core
 

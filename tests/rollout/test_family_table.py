@@ -6,8 +6,8 @@ from family_servers import NATIVE, REFUSED, TRAINED
 from tiny_servers import CONFIGS
 from tiny_servers import NATIVE as OTHERS
 
-from moerl.config.schema.rollout_config import TRAITS
 from moerl.models.families import family_table
+from moerl.types.engine_traits import TRAITS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollout-servers.md"
 FAMILIES = {engine: traits.served for engine, traits in TRAITS.items() if traits.served is not None}

@@ -12,8 +12,9 @@ from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage
 from moerl.config.schema.correction_config import TIS, IcePop, Rejection, SequenceMaskTIS
 from moerl.config.schema.custom_part import CustomPart, load_class
 from moerl.config.schema.loss_config import GMPO, GSPO
-from moerl.config.schema.rollout_config import MOST_LEFT, TRAITS
+from moerl.config.schema.rollout_config import MOST_LEFT
 from moerl.config.schema.run_config import RunConfig
+from moerl.types.engine_traits import TRAITS
 from moerl.types.errors import NOT_SET, Problem, problem
 
 

@@ -17,8 +17,9 @@ from moerl.config.derive.environments import versions_here, versions_there
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_rules import replay_problems_of
-from moerl.config.schema.rollout_config import TRAITS, RolloutConfig, TLSConfig
+from moerl.config.schema.rollout_config import RolloutConfig, TLSConfig
 from moerl.config.schema.run_config import RunConfig
+from moerl.types.engine_traits import TRAITS
 from moerl.types.errors import Problem, can_be, problem
 
 CHECK_SECONDS = 120.0

@@ -1,25 +1,18 @@
-"""Settings that an engine is given: moerl's own, by the names that versions of it have for them, and rollout.engine_args, which are held
-against its own argument parser."""
+"""Settings that an engine is given: moerl's own, by the names that versions of it have for them."""
 
 import argparse
-import difflib
-import importlib.metadata
 import json
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.families.parts.family import num_mtp_layers
 from moerl.models.find_family import find_family
-from moerl.types.errors import EngineError, Problem
-
-PATH = "rollout.engine_args"
+from moerl.types.errors import EngineError
 
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """quantization_config of a checkpoint in DeepSeek-V3's format."""
@@ -87,71 +80,11 @@ def _kept_modules(model: Mapping[str, Any]) -> list[str]:
     return ["lm_head", *(f"model.layers.{layer}.{block}.gate" for layer in layers)]
 
 
-def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
-    """`packages`: the names it is distributed under. `supported`: as in pyproject.toml, e.g. ">=0.32,<0.34"."""
-    found = installed_version(packages)
-    if found != "none" and found in SpecifierSet(supported, prereleases=True):
-        return []
-    rule = f"needs {engine}{supported} in {sys.prefix}, which has {found}"
-    reason = "moerl starts it with its own functions, and those change between versions"
-    return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
-
-
-def installed_version(packages: Sequence[str]) -> str:
-    """Version of the first of `packages` that is there; "none" without any."""
-    for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package).partition("+")[0]
-    return "none"
-
-
-class QuietParser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def argument_problems(
-    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], *, own: Mapping[str, str], engine: str
-) -> list[Problem]:
-    """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
-    for action in parser._actions:
-        action.required = False  # each argument is parsed by itself
-    options = [[_name(option) for option in action.option_strings] for action in parser._actions]
-    known = _names(parser)
-    own = {**own, **{name: own[mine] for names in options for mine in own.keys() & set(names) for name in names}}
-    return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
-
-
-def _name(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
-
-
-def _problem(
-    parser: argparse.ArgumentParser, name: str, value: Any, known: set[str], own: Mapping[str, str], engine: str
-) -> Problem | None:
-    def problem(rule: str, reason: str, fix: str) -> Problem:
-        return Problem(path=f"{PATH}.{name}", value=value, rule=rule, reason=reason, fix=fix)
-
-    if name in own:
-        return problem("is set by moerl", "the server must agree with the rest of the run", own[name])
-    if name not in known:
-        nearest = difflib.get_close_matches(name, sorted(known), n=1)
-        fix = f"{PATH}.{nearest[0]}" if nearest else "leave it out"
-        return problem(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
-    try:
-        parser.parse_args(as_command_line({name: value}, parser))
-    except ValueError as error:
-        return problem(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
-    return None
-
-
 def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser | None = None) -> list[str]:
     """true: the option alone. null: none. false: its opposite if the engine has one (--no-OPTION), else none. A list: the option with
     several values. A mapping: JSON. `parser`: the engine's; None: no option has an opposite."""
     line: list[str] = []
-    known = set() if parser is None else _names(parser)
+    known = set() if parser is None else argument_names(parser)
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
         if value is None or (value is False and f"no_{name}" not in known):
@@ -164,5 +97,9 @@ def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParse
     return line
 
 
-def _names(parser: argparse.ArgumentParser) -> set[str]:
-    return {_name(option) for action in parser._actions for option in action.option_strings}
+def argument_names(parser: argparse.ArgumentParser) -> set[str]:
+    return {argument_name(option) for action in parser._actions for option in action.option_strings}
+
+
+def argument_name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")

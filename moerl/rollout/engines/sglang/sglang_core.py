@@ -17,14 +17,8 @@ import torch
 
 from moerl.cluster.sockets import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.rollout.engines.engine_arguments import (
-    Options,
-    QuietParser,
-    argument_problems,
-    as_command_line,
-    version_problems,
-    with_overrides,
-)
+from moerl.rollout.engines.argument_check import QuietParser, argument_problems, version_problems
+from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from moerl.rollout.engines.engine_arguments import Options
-from moerl.rollout.engines.vllm.vllm_core import engine_arguments
+from moerl.rollout.engines.vllm.vllm_core import vllm_arguments
 from moerl.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def follow(options: Options) -> None:
     """Blocks until SIGTERM. EngineError when one of vLLM's processes on this node ends by itself, or does not start."""
     from vllm.usage.usage_lib import UsageContext
 
-    config = engine_arguments(options).create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=True)
+    config = vllm_arguments(options).create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=True)
     with _ended_by_sigterm():
         if config.parallel_config.node_rank_within_dp > 0:
             _run_workers(config)

@@ -13,15 +13,8 @@ from typing import Any, NoReturn
 import torch
 
 from moerl.config.derive.model_shape import read_config
-from moerl.rollout.engines.engine_arguments import (
-    Options,
-    QuietParser,
-    argument_problems,
-    as_command_line,
-    installed_version,
-    version_problems,
-    with_overrides,
-)
+from moerl.rollout.engines.argument_check import QuietParser, argument_problems, installed_version, version_problems
+from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
@@ -74,14 +67,14 @@ def start(options: Options) -> "VLLMCore":
     # vLLM's processes talk by sockets in /tmp, seven and more, and remove none of them.
     sockets = TemporaryDirectory(prefix="moerl-vllm-", dir=os.environ.get(_SOCKETS), ignore_cleanup_errors=True)
     os.environ[_SOCKETS] = sockets.name
-    args = engine_arguments(options)
+    args = vllm_arguments(options)
     loads = CacheLoads()
     engine = AsyncLLM.from_engine_args(args, stat_loggers=[loads.logger])
     needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config, torch.float32))
     return VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode), sockets=sockets)
 
 
-def engine_arguments(options: Options) -> Any:
+def vllm_arguments(options: Options) -> Any:
     """vLLM's AsyncEngineArgs of this node. Sets the environment they need."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
