@@ -94,7 +94,7 @@ class Worker:
         return self.pushed.outline(bucket_bytes)
 
     def listen(self, way: str, order: PushOrder) -> str:
-        self._pushes[way] = RankPush(self, self._rank, "127.0.0.1")  # type: ignore[arg-type]
+        self._pushes[way] = RankPush(self.pushed, self.pushing, self._rank, "127.0.0.1")
         return self._pushes[way].listen(order)
 
     def connect(self, way: str, address: str, num_readers: int) -> None:

@@ -135,7 +135,7 @@ class TrainWorker:
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
         groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
-        self._push = RankPush(self._engine, self._rank, self.address())
+        self._push = RankPush(self._engine.pushed, self._engine.pushing, self._rank, self.address())
         logger.info("fused kernels: %s", self._engine.model.fusions)
         megatron_patches.assert_active()
         return megatron_patches.active_names()

@@ -83,8 +83,14 @@ def new_worker(settings: EngineSettings, kind: Any) -> Any:
 
     worker = kind(dist.get_rank(), dist.get_world_size(), ())
     worker._engine = new_engine(settings)
-    worker._push = RankPush(worker._engine, dist.get_rank(), worker.address())
+    set_pushed(worker, worker._engine.pushed)
     return worker
+
+
+def set_pushed(worker: Any, tensors: Any) -> None:
+    """What its pushes send."""
+    worker._engine.pushed = tensors
+    worker._push = RankPush(tensors, worker._engine.pushing, dist.get_rank(), worker.address())
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------
@@ -129,9 +135,7 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     if gathers:
         bridge = worker._engine.model.bridge
         bridge.owned = lambda: None
-        worker._engine.pushed = PushedTensors(
-            bridge, settings.train.layout, torch.bfloat16, settings.model_dir, fp8_scales=settings.push_fp8
-        )
+        set_pushed(worker, PushedTensors(bridge, settings.train.layout, torch.bfloat16, settings.model_dir, fp8_scales=settings.push_fp8))
     exported = dict(worker._engine.export(with_mtp=False))
     exchanges, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda *given, **named: exchanges.append(given) or all_reduce(*given, **named)

@@ -10,45 +10,42 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moerl.config.schema.correction_config import Correction
-from moerl.config.schema.custom_part import CustomPart, Need
+from moerl.config.schema.custom_part import AlgorithmPart, CustomPart, Need
 from moerl.config.schema.loss_config import ObjectiveConfig
 from moerl.config.schema.strict import Positive, Share, Strict
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupAdvantage(Strict):
+class GroupAdvantage(AlgorithmPart):
     """One number for a sample, from the rewards of its group."""
 
     kind: Literal["grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl"]
     """grpo: (reward - mean) / (unbiased std + 1e-6), arXiv:2402.03300. dr_grpo: reward - mean, arXiv:2503.20783. rloo: that * n / (n - 1),
     arXiv:2402.14740. opo: reward - mean weighted by response lengths, arXiv:2505.23585. gpg: dr_grpo's * samples of the step / those whose
     advantage is not 0, arXiv:2504.02546. maxrl: (reward - mean) / mean, 0 where the mean is 0, arXiv:2602.02710."""
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassAtKAdvantage(Strict):
+class PassAtKAdvantage(AlgorithmPart):
     """The best sample of a group gets its reward minus the second best's, the others 0; so do all where several are best."""
 
     kind: Literal["passk"]
     by_std: bool = False
     """Divided by the group's (unbiased std + 1e-6)."""
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforceAdvantage(Strict):
+class ReinforceAdvantage(AlgorithmPart):
     """REINFORCE++, arXiv:2501.03262: whitened over all response tokens of the step."""
 
     kind: Literal["reinforce_pp", "reinforce_pp_baseline"]
     """reinforce_pp: rewards to come, discounted. reinforce_pp_baseline: reward - mean of the group, for every token."""
     gamma: Share = 1.0
     """Discount of a token's reward for the token before; of reinforce_pp."""
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReMaxAdvantage(Strict):
+class ReMaxAdvantage(AlgorithmPart):
     """Rewards to come minus the reward of a completion without chance of the same prompt, arXiv:2310.10505."""
 
     kind: Literal["remax"]
@@ -56,7 +53,7 @@ class ReMaxAdvantage(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GAEAdvantage(Strict):
+class GAEAdvantage(AlgorithmPart):
     """Generalized advantage estimation from a critic's values, arXiv:1506.02438, whitened over all response tokens of the step."""
 
     kind: Literal["gae"]
@@ -67,7 +64,7 @@ class GAEAdvantage(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrimeAdvantage(Strict):
+class PrimeAdvantage(AlgorithmPart):
     """Rewards of the process that follow from a model of outcomes, arXiv:2502.01456: beta * (its log-prob - the reference's) of a token. A
     baseline that leaves out the sample itself for these and for the outcome, and their sum to come."""
 

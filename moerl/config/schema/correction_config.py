@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moerl.config.schema.custom_part import CustomPart, Need
+from moerl.config.schema.custom_part import AlgorithmPart, CustomPart, Need
 from moerl.config.schema.strict import Strict
 
 Bound = Annotated[float, Field(gt=0, le=1e9)]
@@ -31,17 +31,16 @@ class TIS(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IcePop(Strict):
+class IcePop(AlgorithmPart):
     """rho inside [low, high], 0 outside. The token stays in every count."""
 
     kind: Literal["icepop"]
     low: BoundBelow = 0.5
     high: Bound = 5.0
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejection(Strict):
+class Rejection(AlgorithmPart):
     """Tokens or sequences whose statistic leaves [low, high] are no part of the mini-batch: neither of its loss nor of its counts."""
 
     kind: Literal["rejection"]
@@ -57,23 +56,21 @@ class Rejection(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffPolicySequenceMask(Strict):
+class OffPolicySequenceMask(AlgorithmPart):
     """0 for a sequence whose advantage is negative and whose mean of log(mu / policy) is above delta, arXiv:2512.02556; mu the server's
     probability."""
 
     kind: Literal["opsm"]
     delta: BoundBelow = 0.1
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceMaskTIS(Strict):
+class SequenceMaskTIS(AlgorithmPart):
     """rho of a token, not truncated; 0 for a sequence whose geometric mean of rho leaves [low, high]."""
 
     kind: Literal["sequence_mask_tis"]
     low: BoundBelow = 0.99
     high: Bound = 1.01
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 Correction = Annotated[TIS | IcePop | Rejection | OffPolicySequenceMask | SequenceMaskTIS | CustomPart, Field(discriminator="kind")]

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter
 
@@ -17,6 +17,12 @@ Need = Literal["reference", "old_logprobs", "whole_minibatch", "values", "proces
 policy's own of a whole mini-batch, before each of its updates. values: of a critic. process_rewards: of a model of outcomes.
 greedy_sample: one more completion of every prompt, at temperature 0. tokens: an advantage's, ids and log-probs of the server, which the
 driver then fetches."""
+
+
+class AlgorithmPart(Strict):
+    """A part of an algorithm that the package has: an advantage, an objective, a correction."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moerl.config.schema.custom_part import CustomPart, Need
-from moerl.config.schema.strict import Strict
+from moerl.config.schema.custom_part import AlgorithmPart, CustomPart, Need
 
 Below = Annotated[float, Field(gt=0, le=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
@@ -17,7 +16,7 @@ Divergence = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip(Strict):
+class PPOClip(AlgorithmPart):
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), arXiv:1707.06347."""
 
     kind: Literal["ppo_clip"] = "ppo_clip"
@@ -27,11 +26,10 @@ class PPOClip(Strict):
     """None: no bound above."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages: at most -dual_clip * A (arXiv:1912.09729); None switches it off."""
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(Strict):
+class GSPO(AlgorithmPart):
     """ppo_clip with the ratio of the sequence, exp(mean log r), arXiv:2507.18071. Wants normalize_by=sequence."""
 
     kind: Literal["gspo", "gspo_token"]
@@ -39,43 +37,39 @@ class GSPO(Strict):
     clip_low: Below | None = 3e-4
     clip_high: Above | None = 4e-4
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(Strict):
+class CISPO(AlgorithmPart):
     """-A log p * clip(r, 1 - clip_low, 1 + clip_high), whose clipped ratio has no gradient, arXiv:2506.13585."""
 
     kind: Literal["cispo"]
     clip_low: Below | None = None
     clip_high: Above | None = 4.0
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO(Strict):
+class SAPO(AlgorithmPart):
     """-A sigmoid(tau (r - 1)) * 4 / tau: a soft gate in place of the clip."""
 
     kind: Literal["sapo"]
     tau_positive: Above = 1.0
     """tau where A > 0."""
     tau_negative: Above = 1.05
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO(Strict):
+class GMPO(AlgorithmPart):
     """-A times the geometric mean of the ratios of a sequence, each clipped in log space, arXiv:2507.20673. Needs normalize_by=sequence."""
 
     kind: Literal["gmpo"]
     clip_low: Above | None = 0.4
     """Bound of log r."""
     clip_high: Above | None = 0.4
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCov(Strict):
+class ClipCov(AlgorithmPart):
     """ppo_clip without the tokens of the highest covariance of log-prob and advantage in the mini-batch, arXiv:2505.22617."""
 
     kind: Literal["clip_cov"]
@@ -88,7 +82,7 @@ class ClipCov(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLCov(Strict):
+class KLCov(AlgorithmPart):
     """-A r, and for the tokens of the highest covariance of log-prob and advantage coefficient * |log r|, arXiv:2505.22617."""
 
     kind: Literal["kl_cov"]
@@ -98,7 +92,7 @@ class KLCov(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class M2PO(Strict):
+class M2PO(AlgorithmPart):
     """-A r without the tokens of the largest (log r)^2, so many that the mean of the others is at most tau, arXiv:2510.01161."""
 
     kind: Literal["m2po"]
@@ -107,7 +101,7 @@ class M2PO(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPPO(Strict):
+class DPPO(AlgorithmPart):
     """A trust region by the divergence of a token's probabilities in place of the ratio's clip, arXiv:2602.04879: of the tokens inside it
     -A log p * min(r, ratio_cap), whose ratio has no gradient."""
 
@@ -117,35 +111,31 @@ class DPPO(Strict):
     low: Divergence = 0.2
     high: Divergence = 0.2
     ratio_cap: Above = 20.0
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPPOPrime(Strict):
+class DPPOPrime(AlgorithmPart):
     """-A r with dppo_tv's trust region and the gradient through r, and drift_penalty * (log r)^2 of every token (prime-rl)."""
 
     kind: Literal["dppo_tv_prime"]
     low: Divergence = 0.2
     high: Divergence = 0.2
     drift_penalty: Annotated[float, Field(ge=0, le=1e6)] = 1e-3
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class IPO(Strict):
+class IPO(AlgorithmPart):
     """-A r of the tokens with |p - mu| <= divergence (prime-rl)."""
 
     kind: Literal["ipo"]
     divergence: Divergence = 0.2
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reinforce(Strict):
+class Reinforce(AlgorithmPart):
     """-A log p * r, whose ratio has no gradient."""
 
     kind: Literal["reinforce"]
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
 
 ObjectiveConfig = Annotated[

@@ -6,6 +6,7 @@ The driver has no torch: what needs it is imported in the rank's methods.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from moerl.weights.plan.buckets import Job, relayed
 from moerl.weights.plan.run_plan import Outline
 
 if TYPE_CHECKING:
-    from moerl.train.megatron_engine import MegatronEngine
+    from moerl.train.push.pushed_tensors import PushedTensors
     from moerl.weights.send import WeightSender
 
 AllRanks = Callable[..., Awaitable[list[Any]]]
@@ -32,9 +33,9 @@ class PushOrder:
 
     transport: Transport
     job: Job
-    """What it sends."""
+    """Buckets that it sends."""
     relayed: Job
-    """What it passes on."""
+    """Buckets that it passes on."""
     members: tuple[int, ...]
     """Ranks that send or relay, in order."""
     seconds: float
@@ -43,7 +44,7 @@ class PushOrder:
     """All sides prove it."""
     weights: WeightsConfig
     directory: Path
-    """Of the files of weights.transport=disk."""
+    """Folder of the files of weights.transport=disk."""
     on_gpu: bool
     """Buckets stay there, if there is one."""
 
@@ -102,15 +103,15 @@ class MegatronSource:
 class RankPush:
     """A rank's side; only `digests` is collective."""
 
-    def __init__(self, engine: "MegatronEngine", rank: int, host: str):
-        """`host`: the address at which others reach this process."""
-        self._engine, self._rank, self._host = engine, rank, host
+    def __init__(self, tensors: "PushedTensors", pushing: Callable[..., AbstractContextManager[None]], rank: int, host: str):
+        """`pushing`: MegatronEngine's, in which the tensors may be read. `host`: the address at which others reach this process."""
+        self._tensors, self._pushing, self._rank, self._host = tensors, pushing, rank, host
         self.sender: WeightSender | None = None
         """None: this rank has nothing to do in a push."""
         self._members: tuple[int, ...] = ()
 
     def outline(self, bucket_bytes: int) -> Outline:
-        return self._engine.pushed.outline(bucket_bytes)
+        return self._tensors.outline(bucket_bytes)
 
     def listen(self, order: PushOrder) -> str:
         """The address if it is the first of the members."""
@@ -126,7 +127,7 @@ class RankPush:
         self.sender = WeightSender(
             order.transport,
             order.job,
-            self._engine.pushed.read,
+            self._tensors.read,
             seconds=order.seconds,
             secret=order.secret,
             rank=self._rank,
@@ -144,15 +145,15 @@ class RankPush:
 
     def digests(self) -> list[str]:
         """Begins a push of the present weights. Collective."""
-        with self._engine.pushing(begins=True):
+        with self._pushing(begins=True):
             return [] if self.sender is None else self.sender.digests()
 
     def send(self) -> int:
         """Everything that this rank sends, until it was read; bytes written (weights.transport=disk)."""
-        with self._engine.pushing():
+        with self._pushing():
             return 0 if self.sender is None else self.sender.send()
 
     def finish(self) -> None:
         if self.sender is not None:
             self.sender.finish()
-        self._engine.pushed.release()
+        self._tensors.release()
