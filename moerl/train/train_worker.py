@@ -243,6 +243,3 @@ class TrainWorker:
 
     def finish_push(self) -> None:
         self._push.finish()
-
-    def process_id(self) -> int:
-        return os.getpid()

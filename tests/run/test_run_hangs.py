@@ -38,7 +38,7 @@ def freeze_rank_1(monkeypatch):
         calls.append(args)
         if len(calls) == 2:
             family.extend(set(psutil.Process().children(recursive=True)) - before)
-            os.kill(await group._ranks._workers[1].process_id.remote(), signal.SIGSTOP)
+            os.kill(group.watched[1].process.pid, signal.SIGSTOP)
         return await upstream(group, *args, **kwargs)
 
     monkeypatch.setattr(MegatronTrainGroup, "update", update)

@@ -71,7 +71,7 @@ def run_with(connected, checkpoints, tmp_path):
         async def whole():
             try:
                 await group.start()
-                await scenario(group, [await worker.process_id.remote() for worker in group._ranks._workers])
+                await scenario(group, [rank.process.pid for rank in group.watched])
             finally:
                 processes = [place.process for place in group._ranks._calls._places]
                 await group.close()
