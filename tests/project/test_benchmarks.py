@@ -28,6 +28,7 @@ SMALL = {
     "push": "--hidden 32 --layers 2 --experts 4 --ffn 32 --bucket-megabytes 1 --rounds 1",
     "rank_sockets": "--ranks 4",
     "scoring": "--samples 64 --rounds 1",
+    "server_requests": "--requests 8 32 --running 4 --rounds 1",
     "start": "--ranks 1 --rounds 1",
     "update_ranks": "--tokens 128 --vocabulary 512 --micro-batches 2 --repeats 1",
     "update_parts": "--tokens 128 --length 32 --vocabulary 512 --micro-batches 2 --repeats 1",

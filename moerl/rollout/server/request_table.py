@@ -5,6 +5,7 @@ An engine only ever has `max_running`; the others wait here. The state above (se
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
@@ -37,6 +38,9 @@ class RequestTable:
     def __init__(self, core: Core, *, max_running: int, may_begin: Callable[[], bool]):
         self._core, self._max_running, self._may_begin = core, max_running, may_begin
         self._held: dict[str, _Held] = {}
+        self._running: dict[str, _Held] = {}
+        self._waiting: tuple[OrderedDict[str, _Held], OrderedDict[str, _Held]] = (OrderedDict(), OrderedDict())
+        """By key, those that go first and the others. Whoever ends or begins must cost the same however many there are."""
         self._keys = count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_pushes = 0
@@ -46,11 +50,15 @@ class RequestTable:
 
     @property
     def running(self) -> list[_Held]:
-        return [held for held in self._held.values() if held.task is not None]
+        return list(self._running.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._held) - len(self.running)
+        return sum(map(len, self._waiting))
 
     def pushed(self, version: int, push_id: str) -> None:
         """Weights of `version` have come: what was cached before is of others, and its spans name the push that brought it."""
@@ -69,6 +77,7 @@ class RequestTable:
             outcome=asyncio.get_running_loop().create_future(),
             name=request_id,
         )
+        self._waiting[0 if sampling.goes_first else 1][held.key] = held
         self.admit()
         try:
             return await held.outcome
@@ -87,11 +96,9 @@ class RequestTable:
 
     def admit(self) -> None:
         """Requests that wait begin, as far as there is room."""
-        if not self._may_begin():
-            return
-        waiting = [held for held in self._held.values() if held.task is None]
-        waiting.sort(key=lambda held: not held.sampling.goes_first)
-        for held in waiting[: max(self._max_running - len(self.running), 0)]:
+        while self._may_begin() and len(self._running) < self._max_running and (queue := self._waiting[0] or self._waiting[1]):
+            key, held = queue.popitem(last=False)
+            self._running[key] = held
             held.task = self._spawn(self._run(held))
 
     async def end_early(self, chosen: Iterable[_Held]) -> None:
@@ -137,6 +144,8 @@ class RequestTable:
         if self._held.get(held.name) is not held:
             return
         del self._held[held.name]
+        for kept in (self._running, *self._waiting):
+            kept.pop(held.key, None)
         if held.outcome.done():  # whoever asked has gone
             return
         if isinstance(outcome, EngineError):

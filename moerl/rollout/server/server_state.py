@@ -65,7 +65,7 @@ class ServerState:
 
     async def sleep(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
         async with self._command():
-            num_running = len(self._requests.running)
+            num_running = self._requests.num_running
             if "cache" in parts and num_running:
                 reason = "their keys and values would be lost; pause(abort or wait) first"
                 raise EngineError(f"sleep with {num_running} running requests: {reason}")
@@ -92,7 +92,7 @@ class ServerState:
         return EngineHealth(
             status=status,
             version=self._version,
-            num_running=len(self._requests.running),
+            num_running=self._requests.num_running,
             num_waiting=self._requests.num_waiting,
             load=self._core.load(),
             reason=self._stale,
@@ -173,7 +173,7 @@ class ServerState:
 
     async def _drain(self, number: int) -> None:
         async with self._requests.changed:
-            await self._requests.changed.wait_for(lambda: not self._requests.running or self._num_pauses != number)
+            await self._requests.changed.wait_for(lambda: not self._requests.num_running or self._num_pauses != number)
         if self._num_pauses != number:
             raise EngineError("pause(wait) ended before its requests did, by another pause or resume")
 
