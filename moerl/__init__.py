@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moerl.evaluation.estimates import Result
     from moerl.planner.memory_plan import MemoryPlan
     from moerl.planner.push_plan import PushPlan
-    from moerl.train.loss.plain_loss import AlgorithmResult, TokenArrays, algorithm_loss
+    from moerl.train.loss.algorithm_loss import AlgorithmResult, TokenArrays, algorithm_loss
     from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped
 else:
 

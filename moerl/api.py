@@ -19,7 +19,7 @@ from moerl.planner.push_plan import PushPlan, plan_push
 from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
 
 if TYPE_CHECKING:
-    from moerl.train.loss.plain_loss import AlgorithmResult, TokenArrays, algorithm_loss
+    from moerl.train.loss.algorithm_loss import AlgorithmResult, TokenArrays, algorithm_loss
 
 __all__ = [
     "AlgorithmConfig", "AlgorithmResult", "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result",
@@ -30,9 +30,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("AlgorithmResult", "TokenArrays", "algorithm_loss"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from moerl.train.loss import plain_loss  # imports torch
+    from moerl.train.loss import algorithm_loss  # imports torch
 
-    return getattr(plain_loss, name)
+    return getattr(algorithm_loss, name)
 
 
 def load(recipe: str, *overrides: str, config_dir: str | Path | None = None) -> RunConfig:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT, K3_LIMIT, KLEstimator
+from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT, K3_LIMIT
+from moerl.config.schema.algorithm_config import KLEstimator
 
 
 def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:

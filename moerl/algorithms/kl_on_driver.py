@@ -1,14 +1,12 @@
 """KL as the driver has it, without torch: in rewards, and the coefficient that follows one."""
 
-from typing import Literal
-
 import numpy as np
+
+from moerl.config.schema.algorithm_config import KLEstimator
 
 EXPONENT_LIMIT = 20.0
 """Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
 K3_LIMIT = 10.0
-
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"]
 
 
 def kl_values(estimator: KLEstimator, logp_N: np.ndarray, other_logp_N: np.ndarray) -> np.ndarray:

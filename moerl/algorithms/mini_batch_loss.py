@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from moerl.algorithms.corrections import Correcting, correction_of
-from moerl.algorithms.kl_on_driver import KLEstimator
 from moerl.algorithms.objectives import Objective, objective_of
-from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.config.schema.algorithm_config import AlgorithmConfig, KLEstimator
 from moerl.config.schema.custom_part import Need
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import plain_statements as plain
 
 from moerl.config.algorithm_settings import of_plain
-from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
+from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 
 SEEDS = st.integers(0, 10**6)
 KINDS = {

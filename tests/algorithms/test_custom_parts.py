@@ -11,7 +11,7 @@ import yaml
 
 from moerl.config.algorithm_settings import of_plain
 from moerl.config.load import load
-from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
+from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 from moerl.types.errors import ConfigError, DataError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-an-algorithm.md").read_text()

@@ -17,7 +17,7 @@ import plain_statements as plain
 
 from moerl.algorithms.kl_on_driver import adapted
 from moerl.config.algorithm_settings import of_plain
-from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
+from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 
 SEEDS = st.integers(0, 10**6)
 UNBOUNDED = {"clip_low": None, "clip_high": None}

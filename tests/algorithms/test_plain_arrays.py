@@ -9,7 +9,7 @@ import pytest
 
 import moerl
 from moerl.config.algorithm_settings import algorithm, of_plain
-from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
+from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 from moerl.types.errors import ConfigError
 
 TOKENS = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]])

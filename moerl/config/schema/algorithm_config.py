@@ -14,6 +14,8 @@ from moerl.config.schema.custom_part import AlgorithmPart, CustomPart, Need
 from moerl.config.schema.loss_config import ObjectiveConfig
 from moerl.config.schema.strict import Positive, Share, Strict
 
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupAdvantage(AlgorithmPart):
@@ -95,7 +97,7 @@ class AlgorithmConfig(Strict):
     """Tokens of normalize_by=fixed_length: the same for every batch (Dr. GRPO: the longest response)."""
     kl_coefficient: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of KL(policy || initial model); > 0 keeps a frozen copy of the initial weights."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "unbiased"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     """Estimate of a token, with d = log-prob - reference's: k1 d; abs |d|; k2 d^2 / 2; k3 exp(-d) + d - 1 (http://joschu.net/blog/kl-approx.html).
     With + that value with the gradient of k2. unbiased: k3 * policy / old policy, with the gradient of both (arXiv:2512.02556)."""
     kl_in: Literal["loss", "reward"] = "loss"
