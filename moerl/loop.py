@@ -25,8 +25,8 @@ from moerl.observe.guards import check_step
 from moerl.observe.observer import Observer
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
+from moerl.rollout.group_producer import new_buffer, producing
 from moerl.rollout.group_runner import GroupRunner
-from moerl.rollout.producing import new_buffer, producing
 from moerl.rollout.prompts import PromptSource
 from moerl.run_stop import Stop
 from moerl.server_trust import ServerTrust

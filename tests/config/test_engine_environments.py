@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.compose import compose
-from moerl.config.derive.environments import versions_here, versions_there
+from moerl.config.derive.package_versions import versions_here, versions_there
 from moerl.config.load import build
 from moerl.config.rules.engine_rules import joins_by_nccl, nccl_problems
 from moerl.config.rules.facts import facts_of

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from moerl.config.derive.environments import versions_here, versions_there
 from moerl.config.derive.model_shape import ModelShape
+from moerl.config.derive.package_versions import versions_here, versions_there
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_rules import replay_problems_of
 from moerl.config.schema.rollout_config import RolloutConfig, TLSConfig

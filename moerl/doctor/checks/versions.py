@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from moerl.config.derive.environments import versions_there
+from moerl.config.derive.package_versions import versions_there
 from moerl.hardware.hardware_tools import Absent
 
 TRANSFORMER_ENGINE = "transformer-engine"
