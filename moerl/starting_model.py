@@ -19,6 +19,7 @@ from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.plain_tokenizer import PlainForm, PlainTokenizer, Tokenizer
 from moerl.types.errors import MoerlError
+from moerl.types.system_errors import told_of_system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +81,11 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no part of the answer
     try:
         answer: _Answer | MoerlError = _read(*pickle.load(sys.stdin.buffer))
-    except MoerlError as error:
-        answer = error
+    except Exception as error:
+        told = told_of_system(error)  # a full disk, by whatever class a library tells of it
+        if not isinstance(told, MoerlError):
+            raise
+        answer = told
     with answers:
         pickle.dump(answer, answers)
 
