@@ -1,6 +1,7 @@
 """Trust in rollout servers: they compute what the trainer computes, or they are retired.
 
-A canary (canary.py) asks them after pushes; of an update the servers are compared by the tokens that they sampled.
+A canary (canary.py) asks them after pushes. Of an update the servers are compared by the tokens that they sampled, and a canary asks those
+before it of which there are too few.
 """
 
 import asyncio

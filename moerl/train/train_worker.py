@@ -4,8 +4,8 @@ It starts with the engine of one model; models beside it may follow, on the same
 
 The driver imports this module too, for its class, and has no torch: it is imported in the methods.
 
-Every method but `address`, `set_environment`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
-controller calls it on all.
+Every method but `address`, `set_environment`, `open_store`, `write_checkpoint` and those of a push, without `digest_push`, is collective:
+the controller calls it on all.
 """
 
 import logging

@@ -178,7 +178,7 @@ class Foreign(FakeEngine):
 
     async def generate(self, prompt_ids, sampling, request_id):
         if self._version == 1 and not request_id.startswith("canary"):
-            self._requests.pushed(1, "of another run")
+            self._requests.pushed(1, "of another run")  # as the end of a push that somebody else began
         return await super().generate(prompt_ids, sampling, request_id)
 
 

@@ -1,4 +1,4 @@
-"""Parts of an algorithm from outside the package, and what any part may need."""
+"""Parts of an algorithm: what any may need, the base of those of the package, and one from outside of it."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ driver then fetches."""
 
 
 class AlgorithmPart(Strict):
-    """A part of an algorithm that the package has: an advantage, an objective, a correction."""
+    """A part of an algorithm that the package has and whose needs follow from no setting: an advantage, an objective, a correction."""
 
     needs: ClassVar[frozenset[Need]] = frozenset()
 

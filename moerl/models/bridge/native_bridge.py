@@ -44,11 +44,11 @@ class NativeBridge:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""
-        return (item.tensor for item in self._ranks.own.values())
+        return (item.tensor for item in self._ranks.held.values())
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
-        for item in self._ranks.own.values():
+        for item in self._ranks.held.values():
             names, group = self._ranks.hf_names(item.rule, item.numbers), self._ranks.shard_group(item.rule)
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, expected in zip(names, whole, strict=True):
@@ -105,8 +105,8 @@ class NativeBridge:
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
         group = self._ranks.shard_group(rule)
-        gathers = name in self._ranks.own and source in dist.get_process_group_ranks(group)
-        shards = self._gather(self._ranks.own[name].tensor.detach(), rule, group) if gathers else []
+        gathers = name in self._ranks.held and source in dist.get_process_group_ranks(group)
+        shards = self._gather(self._ranks.held[name].tensor.detach(), rule, group) if gathers else []
         tensors = merge(rule, shards, sizes=self._sizes) if gathers else []
         if source == 0 or dist.get_rank() not in (0, source):
             return tensors

@@ -41,7 +41,7 @@ class ExportPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPart:
+class Shard:
     """Part of a tensor that one rank holds, or of one expert's part of a stack."""
 
     tensor: Tensor
@@ -58,14 +58,14 @@ class RankTensors:
         False: their last layer is none of the checkpoint's, and stays as it is."""
         self._groups, self._sizes, self._tied, self._family = groups, sizes, tied, family
         owned = (item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank()))
-        self.own = {item.name: item for item in owned if has_output or item.name != "output_layer.weight"}
+        self.held = {item.name: item for item in owned if has_output or item.name != "output_layer.weight"}
         """Parameters and buffers of this rank, by their names in the whole model."""
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         """Shape and dtype of a shard, known everywhere, so that nobody need send them along."""
         self.owners = self._find_owners()
         """Lowest rank that holds some of it, by names in the whole model, in one order on every rank; without a tied output layer."""
         # Of a tied model the last stage has the embedding a second time, and the first one sends it.
-        named = ((hf, item, index) for item in self.own.values() for index, hf in enumerate(self.hf_names(item.rule, item.numbers)))
+        named = ((hf, item, index) for item in self.held.values() for index, hf in enumerate(self.hf_names(item.rule, item.numbers)))
         self._held = {hf: (item, index) for hf, item, index in named}
 
     def parts(self, dtype: torch.dtype, *, with_mtp: bool = False) -> list[ExportPart]:
@@ -107,7 +107,7 @@ class RankTensors:
             )
         return found.reshape(shape)
 
-    def shard(self, name: str) -> HeldPart | None:
+    def shard(self, name: str) -> Shard | None:
         """`name`: of a tensor, or of one expert's part of a stack. None: this rank holds nothing of it."""
         if name not in self._held:
             return None
@@ -117,10 +117,10 @@ class RankTensors:
         start = [0] * mine.dim()
         if dim is not None:
             start[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
-        return HeldPart(tensor=mine, start=tuple(start), group=group)
+        return Shard(tensor=mine, start=tuple(start), group=group)
 
     def hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
-        """See rank_parameters.hf_names."""
+        """The Hugging Face tensors of a parameter of this model, without copies."""
         return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
 
     def shard_group(self, rule: Rule) -> dist.ProcessGroup:
@@ -135,7 +135,7 @@ class RankTensors:
 
     def _find_owners(self) -> dict[str, int]:
         held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, {name: (item.tensor.shape, item.tensor.dtype) for name, item in self.own.items()})
+        dist.all_gather_object(held, {name: (item.tensor.shape, item.tensor.dtype) for name, item in self.held.items()})
         owners: dict[str, int] = {}
         for rank, shards in enumerate(held):
             self._shapes |= shards

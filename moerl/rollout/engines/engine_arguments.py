@@ -1,4 +1,5 @@
-"""Settings that an engine is given: moerl's own, by the names that versions of it have for them."""
+"""Settings that an engine is given: moerl's own, by the names that versions of it have for them, and how all are written on its command
+line."""
 
 import argparse
 import json

@@ -40,17 +40,14 @@ class RequestTable:
         self._held: dict[str, _Held] = {}
         self._running: dict[str, _Held] = {}
         self._waiting: tuple[OrderedDict[str, _Held], OrderedDict[str, _Held]] = (OrderedDict(), OrderedDict())
-        """By key, those that go first and the others. Whoever ends or begins must cost the same however many there are."""
+        """By key, those that go first and the others. Whoever ends or begins must cost the same however many there are; to find the first
+        of a plain dict, from whose front many were taken, does not."""
         self._keys = count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_pushes = 0
         self._push_ids: dict[int, str] = {}
         self.changed = asyncio.Condition()
-        """Notified when one has ended."""
-
-    @property
-    def running(self) -> list[_Held]:
-        return list(self._running.values())
+        """Notified when one has ended, and by the state when a pause ends or another begins."""
 
     @property
     def num_running(self) -> int:
@@ -82,8 +79,11 @@ class RequestTable:
         try:
             return await held.outcome
         except asyncio.CancelledError:
-            self._set_aside([held])
-            self._spawn(self.end_early([held]))
+            if held.task is None:
+                self._end(held, _nothing(held))
+            else:
+                self._set_aside([held])
+                self._spawn(self._end_early([held]))
             raise
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
@@ -92,21 +92,30 @@ class RequestTable:
         chosen = [self._held[name] for name in names if name in self._held]
         if request_ids is not None:
             self._set_aside(chosen)
-        await self.end_early(chosen)
+        await self._end_early(chosen)
 
     def admit(self) -> None:
         """Requests that wait begin, as far as there is room."""
         while self._may_begin() and len(self._running) < self._max_running and (queue := self._waiting[0] or self._waiting[1]):
             key, held = queue.popitem(last=False)
+            if held.outcome.cancelled():  # whoever asked has gone, and is about to say so
+                continue
             self._running[key] = held
             held.task = self._spawn(self._run(held))
 
-    async def end_early(self, chosen: Iterable[_Held]) -> None:
+    async def end_running(self, *, waits: bool) -> None:
+        """Those that run end with the tokens they have; `waits`: returns when the engine has let go of them."""
+        running = list(self._running.values())
+        await self._end_early(running)
+        if waits:
+            await asyncio.gather(*(held.task for held in running if held.task is not None))
+
+    async def _end_early(self, chosen: Iterable[_Held]) -> None:
         """Requests end with the tokens they have."""
         running = [held for held in chosen if held.task is not None]
         for held in chosen:  # before those that run, which would make room for them
             if held.task is None:
-                self._end(held, Completion(request_id=held.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort"))
+                self._end(held, _nothing(held))
         if running:
             await asyncio.sleep(0)  # tasks made in this turn have not called the engine yet
             await asyncio.gather(*(self._core.abort(held.key) for held in running))
@@ -166,6 +175,10 @@ class RequestTable:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _nothing(held: _Held) -> Completion:
+    return Completion(request_id=held.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
 
 
 def _sound(completion: Completion) -> Completion | EngineError:

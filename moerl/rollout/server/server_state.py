@@ -162,14 +162,11 @@ class ServerState:
             return self._num_pauses
 
     async def _end_running(self) -> None:
-        running = self._requests.running
         must_stay = bool(self._stale or self._asleep)  # mixed weights, or none, must not sample: such a hold ends before the requests do
         if self._is_held and not must_stay:
             await self._core.release()
             self._is_held = False
-        await self._requests.end_early(running)
-        if not must_stay:
-            await asyncio.gather(*(held.task for held in running if held.task is not None))
+        await self._requests.end_running(waits=not must_stay)
 
     async def _drain(self, number: int) -> None:
         async with self._requests.changed:

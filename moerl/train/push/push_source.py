@@ -36,13 +36,14 @@ class PushOrder:
     """Buckets that it sends."""
     relayed: Job
     """Buckets that it passes on."""
-    members: tuple[int, ...]
+    ranks: tuple[int, ...]
     """Ranks that send or relay, in order."""
     seconds: float
     """How long a call may wait for receivers."""
     secret: RunSecret
     """All sides prove it."""
-    weights: WeightsConfig
+    disk_delta: bool
+    """weights.disk_delta"""
     directory: Path
     """Folder of the files of weights.transport=disk."""
     on_gpu: bool
@@ -58,7 +59,7 @@ class MegatronSource:
         self._weights, self._directory, self._shares_gpus = weights, directory, shares_gpus
         self._all_ranks, self._one_rank = all_ranks, one_rank
         self._senders: list[int] = []
-        self._members: tuple[int, ...] = ()
+        self._ranks: tuple[int, ...] = ()
 
     async def outline(self) -> Outline:
         outline: Outline = await self._one_rank(0, "outline_push", self._weights.bucket_bytes)
@@ -66,17 +67,17 @@ class MegatronSource:
 
     async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         others = relayed(jobs)
-        before, self._members, self._senders = self._members, tuple(sorted({*jobs, *others})), sorted(jobs)
-        ranks = sorted({*before, *self._members})
+        before, self._ranks, self._senders = self._ranks, tuple(sorted({*jobs, *others})), sorted(jobs)
+        ranks = sorted({*before, *self._ranks})
         orders = [
             PushOrder(
                 transport=transport,
                 job=jobs.get(rank, ()),
                 relayed=others.get(rank, ()),
-                members=self._members,
+                ranks=self._ranks,
                 seconds=seconds,
                 secret=secret,
-                weights=self._weights,
+                disk_delta=self._weights.disk_delta,
                 directory=self._directory,
                 on_gpu=transport in ("ipc", "relay") or not self._shares_gpus,
             )
@@ -84,10 +85,10 @@ class MegatronSource:
         ]
         calls = [self._one_rank(rank, "listen", order) for rank, order in zip(ranks, orders, strict=True)]
         addresses: list[str] = await asyncio.gather(*calls)
-        return next(address for rank, address in zip(ranks, addresses, strict=True) if rank == self._members[0])
+        return next(address for rank, address in zip(ranks, addresses, strict=True) if rank == self._ranks[0])
 
     async def connect(self, address: str, num_readers: int) -> None:
-        await asyncio.gather(*(self._one_rank(rank, "connect", address, num_readers) for rank in self._members))
+        await asyncio.gather(*(self._one_rank(rank, "connect", address, num_readers) for rank in self._ranks))
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         found = await self._all_ranks("digest_push")
@@ -108,21 +109,21 @@ class RankPush:
         self._tensors, self._pushing, self._rank, self._host = tensors, pushing, rank, host
         self.sender: WeightSender | None = None
         """None: this rank has nothing to do in a push."""
-        self._members: tuple[int, ...] = ()
+        self._ranks: tuple[int, ...] = ()
 
     def outline(self, bucket_bytes: int) -> Outline:
         return self._tensors.outline(bucket_bytes)
 
     def listen(self, order: PushOrder) -> str:
-        """The address if it is the first of the members."""
+        """The address if it is the first of the ranks."""
         import torch
 
         from moerl.weights.send import WeightSender
 
         if self.sender is not None:
             self.sender.close()
-        self.sender, self._members = None, order.members
-        if self._rank not in order.members:
+        self.sender, self._ranks = None, order.ranks
+        if self._rank not in order.ranks:
             return ""
         self.sender = WeightSender(
             order.transport,
@@ -135,13 +136,13 @@ class RankPush:
             device=torch.device(torch.cuda.current_device() if order.on_gpu else "cpu"),
             host=self._host,
             directory=order.directory / f"rank-{self._rank}",
-            delta=order.weights.disk_delta,
+            delta=order.disk_delta,
         )
-        return self.sender.listen(is_first=self._rank == order.members[0])
+        return self.sender.listen(is_first=self._rank == order.ranks[0])
 
     def connect(self, address: str, num_readers: int) -> None:
         if self.sender is not None:
-            self.sender.connect(address, senders=self._members, num_readers=num_readers)
+            self.sender.connect(address, senders=self._ranks, num_readers=num_readers)
 
     def digests(self) -> list[str]:
         """Begins a push of the present weights. Collective."""
