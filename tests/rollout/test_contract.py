@@ -35,8 +35,10 @@ def ask(served, name, *, max_tokens=12, seed=7, prompt=PROMPT, **sampling):
     return asyncio.create_task(served.engine.generate(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, **sampling), name))
 
 
-async def running(served, count=1):
-    await until(served.engine, lambda health: health.num_running == count)
+async def running(served, *asked):
+    """Returns when all of `asked` run. One that ends before that says so, and why."""
+    await until(served.engine, lambda health: health.num_running == len(asked) or any(task.done() for task in asked))
+    assert not [task for task in asked if task.done()]
 
 
 def spans_of(*runs):
@@ -152,7 +154,7 @@ def test_pause_keep_holds_requests_and_resume_lets_them_go_on(run, served):
     async def scenario():
         whole = await ask(served, "whole", max_tokens=served.long)
         task = ask(served, "held", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         await served.engine.pause("keep")
         late = ask(served, "late")
         await until(served.engine, lambda health: health.num_waiting == 1)
@@ -188,7 +190,7 @@ def test_pause_wait_returns_when_the_running_requests_have_finished(run, served)
 def test_pause_wait_fails_when_resume_comes_first(run, served):
     async def scenario():
         task = ask(served, "long", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         pause = asyncio.create_task(served.engine.pause("wait"))
         await until(served.engine, lambda health: health.status == "paused")
         await served.engine.resume()
@@ -221,7 +223,7 @@ def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, tra
     async def scenario():
         whole = await ask(served, "whole", max_tokens=served.long)
         task = ask(served, "held", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         await ask(served, "short", max_tokens=3)
         await served.engine.pause("keep")
         await served.push(2, scale=0.8, transport=transport)
@@ -291,7 +293,7 @@ def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run,
 def test_a_wrong_digest_makes_the_server_stale_and_ends_what_was_running(run, served):
     async def scenario():
         task = ask(served, "held", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         await served.engine.pause("keep")
         with pytest.raises(WeightError, match=r"model\.norm\.weight.*digest"):
             await served.push(2, damaged="model.norm.weight")
@@ -361,7 +363,7 @@ def test_a_request_that_breaks_a_rule_is_refused(run, served, prompt, sampling, 
 def test_a_request_id_in_flight_cannot_be_used_again(run, served):
     async def scenario():
         task = ask(served, "same", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         with pytest.raises(EngineError, match="same.*in flight"):
             await ask(served, "same")
         return await task
@@ -372,7 +374,7 @@ def test_a_request_id_in_flight_cannot_be_used_again(run, served):
 def test_a_cancelled_request_frees_its_slot(run, served):
     async def scenario():
         task = ask(served, "gone", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         task.cancel()
         await asyncio.wait([task])
         await until(served.engine, lambda health: health.num_running == 0)

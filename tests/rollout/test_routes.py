@@ -49,7 +49,7 @@ def test_an_aborted_completion_has_the_routes_of_its_tokens(run, served, kind):
     async def scenario():
         whole = ask(served, "whole", max_tokens=served.long, returns_routes=True)
         cut = ask(served, "cut", max_tokens=served.long, returns_routes=True)
-        await running(served, 2)
+        await running(served, whole, cut)
         await ask(served, "other", max_tokens=3)
         await served.engine.abort(("cut",))
         return await whole, await cut

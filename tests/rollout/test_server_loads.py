@@ -17,7 +17,7 @@ LONG = 300
 def test_a_server_reports_the_share_of_its_cache_that_requests_hold(run, served):
     async def scenario():
         task = ask(served, "a", max_tokens=served.long)
-        await running(served)
+        await running(served, task)
         await until(served.engine, lambda health: health.load.cache_share > 0 or served.engine.name == "fake-0")
         during = (await served.engine.health()).load
         answered = (await task).load
