@@ -40,7 +40,7 @@ from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.fleet.collect import Collector, Intake, LocalCollector
+from moerl.rollout.fleet.collector import Collector, Intake, LocalCollector
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from canned_servers import ID, Connected, canned_servers
 
-from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.collector import Intake, LocalCollector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server import wire
 from moerl.types.completion import Completion, SamplingParams, VersionSpan

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from moerl.evaluation.estimates import Outcome
 from moerl.observe.records import read_records, replace_records, to_line
-from moerl.rollout.fleet.collect import Answer
+from moerl.rollout.fleet.collector import Answer
 from moerl.types.groups import Prompt, Score
 
 Record = dict[str, Any]

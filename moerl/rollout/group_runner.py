@@ -8,7 +8,7 @@ from dataclasses import replace
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.rewards.reward_pool import RewardPool
-from moerl.rollout.fleet.collect import Answer
+from moerl.rollout.fleet.collector import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import DataError, Origin

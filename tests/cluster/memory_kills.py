@@ -12,7 +12,7 @@ import ray
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.hangs.hang_reports import HangReports
-from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.collector import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.train.rank_calls import RankCalls
 from moerl.types.errors import MoerlError

@@ -24,7 +24,7 @@ from moerl.residency import Residency
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.engines.fake_engine import FakeEngine
-from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.collector import Intake, LocalCollector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource

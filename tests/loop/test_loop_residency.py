@@ -11,7 +11,7 @@ from in_process_run import SECONDS, InProcessRun, make_config, new_engine
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.residency import FOLLOWS, Residency
 from moerl.rollout.engines.fake_engine import FakeEngine
-from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.collector import Intake, LocalCollector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.contract import PARTS
 from moerl.scratch_model import character_tokenizer

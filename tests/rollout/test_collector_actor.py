@@ -10,7 +10,7 @@ from test_fleet import until
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet import collector_actor
-from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.collector import Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor
 from moerl.rollout.server.client import BrokenConnection
 from moerl.rollout.server.messages import dump_requests

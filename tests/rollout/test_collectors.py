@@ -17,7 +17,7 @@ import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.collector import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine

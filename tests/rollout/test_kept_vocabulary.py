@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.rollout.fleet.collect import joined
 from moerl.rollout.fleet.completion_check import check_completion
+from moerl.rollout.fleet.continuation import joined
 from moerl.rollout.server import wire
 from moerl.rollout.server.limits import Limits
 from moerl.types.completion import Completion, SamplingParams, VersionSpan

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, collector, until, whole
 
-from moerl.rollout.fleet.collect import joined
 from moerl.rollout.fleet.completion_check import check_routes
+from moerl.rollout.fleet.continuation import joined
 from moerl.rollout.fleet.rollout_pool import MAX_ATTEMPTS, RolloutPool
 from moerl.rollout.server.wire import dump_completion, parse_completion
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, VersionSpan

@@ -8,7 +8,7 @@ import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.fleet.collect import Answer
+from moerl.rollout.fleet.collector import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.messages import dump_frame

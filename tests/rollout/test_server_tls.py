@@ -16,7 +16,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.sockets import client_context, server_context
 from moerl.config.schema.rollout_config import TLSConfig
 from moerl.rollout.build_engines import build_engines
-from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.collector import Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor
 from moerl.rollout.server import secret_gate
 from moerl.rollout.server.client import BrokenConnection, generate_at, new_session

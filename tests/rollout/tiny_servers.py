@@ -25,7 +25,7 @@ from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.models import fp8_blocks, fp8_names
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.fake_engine import FakeEngine
-from moerl.rollout.fleet.collect import Answer, Intake, LocalCollector
+from moerl.rollout.fleet.collector import Answer, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import EngineHealth, RolloutEngine
 from moerl.rollout.server.limits import Limits

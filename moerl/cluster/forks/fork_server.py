@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "MOERL_FORK_SERVER"
 """In the environment: where the server listens. Empty: every process is executed."""
 _SHARED = (
-    "torch", "torch._dynamo", "torch.distributed.checkpoint", "aiohttp", "moerl.rollout.fleet.collect", "moerl.rollout.server.messages",
+    "torch", "torch._dynamo", "torch.distributed.checkpoint", "aiohttp", "moerl.rollout.fleet.collector", "moerl.rollout.server.messages",
     "moerl.weights.weight_session",
 )  # fmt: skip
 """Modules that both servers need, or collectors. By their names: packages of this one's level, of which none imports Ray."""

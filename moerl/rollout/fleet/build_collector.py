@@ -8,7 +8,7 @@ from moerl.config.derive.collectors import collectors_per_server, num_collectors
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector
+from moerl.rollout.fleet.collector import Collector, Decoder, Intake, LocalCollector
 from moerl.types.stored import keep
 
 

@@ -21,7 +21,8 @@ import aiohttp
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.sockets import client_context
-from moerl.rollout.fleet.collect import Answer, Intake, rest
+from moerl.rollout.fleet.collector import Answer, Intake
+from moerl.rollout.fleet.continuation import rest
 from moerl.rollout.server.client import abort_at, generate_at, new_session
 from moerl.rollout.server.messages import parse_requests
 from moerl.rollout.server.wire import GenerateRequest

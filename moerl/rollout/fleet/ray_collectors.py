@@ -20,7 +20,7 @@ import ray
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.cluster.ray_nodes import only_on
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.fleet.collect import Answer, Intake
+from moerl.rollout.fleet.collector import Answer, Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor, unpacked
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine
 from moerl.rollout.server.messages import dump_requests, messages_of

@@ -1,8 +1,8 @@
 """All rollout servers as one: a request goes to one that serves (moerl/rollout/fleet/request_queue.py says to which), a command to every
-one that runs. What comes back is received by a collector (moerl/rollout/fleet/collect.py), so that the pool holds references, not tokens.
+one that runs. What comes back is received by a collector (moerl/rollout/fleet/collector.py), so that the pool holds references, not tokens.
 
 A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
-its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/fleet/collect.py).
+its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/fleet/continuation.py).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import ProcessId, WatchedProcess
-from moerl.rollout.fleet.collect import Answer, Collector
+from moerl.rollout.fleet.collector import Answer, Collector
 from moerl.rollout.fleet.fleet import Fleet, Member
 from moerl.rollout.fleet.request_queue import Claim, RequestQueue
 from moerl.rollout.server.contract import EngineHealth, EngineRefuses, MemoryPart, PauseMode, RolloutEngine
