@@ -13,9 +13,9 @@ from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_byt
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.parts.family import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
+from moerl.planner.layer_activations import WIDTHS
 from moerl.planner.parameter_counts import model_parameters, mtp_parameters
 from moerl.planner.rank_memory import RankMemory, companion_memory, of_companion
-from moerl.planner.saved_activations import WIDTHS
 from moerl.planner.server_memory import ServerMemory
 
 

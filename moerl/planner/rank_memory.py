@@ -12,8 +12,8 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.families.parts.family import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
+from moerl.planner.layer_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.parameter_counts import ChunkParameters, rank_parameters
-from moerl.planner.saved_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.server_memory import ServerMemory
 from moerl.planner.stage_activations import StageActivations, StageModel
 from moerl.train.memory.memory_states import KINDS, MUON_ROUND_ELEMENTS, ON_DEVICE, Offload, State

@@ -8,8 +8,8 @@ from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.find_family import find_family
 from moerl.planner import fixed_memory as fixed
+from moerl.planner.layer_activations import WIDTHS
 from moerl.planner.parameter_counts import is_delta_net, server_parameters
-from moerl.planner.saved_activations import WIDTHS
 
 GIB = 2**30
 

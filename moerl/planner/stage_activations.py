@@ -1,6 +1,6 @@
 """Activations of a pipeline stage at the height of an update: what micro-batches under way keep, and what one layer needs while it runs.
 
-Kept tensors are those of `saved_activations`. Needed on top, beside what recomputation brings back, are gradients and copies that live
+Kept tensors are those of `layer_activations`. Needed on top, beside what recomputation brings back, are gradients and copies that live
 while a layer runs: an estimate by the largest of them, not a count.
 """
 
@@ -15,8 +15,8 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import PRODUCT_ROWS, FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.models.families.parts.family import num_mtp_layers
 from moerl.models.find_family import find_family
+from moerl.planner.layer_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
-from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

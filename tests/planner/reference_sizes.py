@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from moerl.config.schema.train_config import SelectiveRecompute, TrainConfig
-from moerl.planner.saved_activations import Kernels, Term, Tokens
+from moerl.planner.layer_activations import Kernels, Term, Tokens
 
 
 class ReferenceKernels(Kernels):

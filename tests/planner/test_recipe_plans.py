@@ -10,8 +10,8 @@ import pytest
 
 from moerl.config.compose import options
 from moerl.config.load import load
+from moerl.planner import layer_activations
 from moerl.planner import memory_plan as memory_plan_module
-from moerl.planner import saved_activations
 from moerl.planner.fixed_memory import HOST_PROCESS
 from moerl.planner.memory_plan import memory_plan
 
@@ -28,7 +28,7 @@ def module():
 
 
 def with_megatron(monkeypatch, release):
-    for user in (saved_activations, memory_plan_module):
+    for user in (layer_activations, memory_plan_module):
         monkeypatch.setattr(user, "megatron_release", lambda: release)
 
 

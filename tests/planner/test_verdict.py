@@ -10,7 +10,7 @@ from moerl.check import load_checked
 from moerl.config.compose import compose, options
 from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import build
-from moerl.planner import saved_activations
+from moerl.planner import layer_activations
 from moerl.planner.memory_plan import GIB, described, planned
 from moerl.types.errors import ConfigError
 
@@ -210,7 +210,7 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known():
 
 
 def test_without_a_gpu_figures_are_told_and_nothing_is_judged(monkeypatch):
-    monkeypatch.setattr(saved_activations, "megatron_release", lambda: (0, 16))
+    monkeypatch.setattr(layer_activations, "megatron_release", lambda: (0, 16))
     config = load_checked([DEEPSEEK, *ONE_STAGE, *SEPARATE, "placement.gpu=null"])
     assert next(described(config)).startswith("memory          590.5 GiB on a rank of stage 0 in an update")
 

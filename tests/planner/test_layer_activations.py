@@ -18,7 +18,7 @@ from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, OptimizerConfig, SelectiveRecompute, TrainConfig
-from moerl.planner.saved_activations import Tokens
+from moerl.planner.layer_activations import Tokens
 from moerl.planner.stage_activations import StageModel
 from moerl.types.batch import TrainBatch
 
