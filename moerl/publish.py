@@ -117,7 +117,7 @@ class WeightPublisher:
             except (EngineError, WeightError) as error:
                 names = error.names if isinstance(error, WeightError) else ()
                 liars = [member for member in members if member.name in names]
-                if not self._trust.retired(liars, error) and not await self._fleet.lost(before):
+                if not self._trust.retires(liars, error) and not await self._fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
         await self._residency.share()

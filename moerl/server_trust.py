@@ -84,7 +84,7 @@ class ServerTrust:
             hang = await self._pool.hang(deadline, [member])
             raise (hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")) from error
         except (EngineError, WeightError) as error:
-            if not (isinstance(error, WeightError) and self.retired([member], error)) and not await self._fleet.lost(before):
+            if not (isinstance(error, WeightError) and self.retires([member], error)) and not await self._fleet.lost(before):
                 raise
             return None
 
@@ -97,7 +97,7 @@ class ServerTrust:
         try:
             compare_canary(together, (await self._train.logprobs(together.batch)).get(), limit=self._config.weights.mismatch_limit)
         except WeightError as error:
-            if not self.retired([by_name[name] for name in error.names], error):
+            if not self.retires([by_name[name] for name in error.names], error):
                 raise
 
     def refuses(self, stats: StepStats, *, step: int) -> bool:
@@ -113,7 +113,7 @@ class ServerTrust:
             self._fleet.retire(member, EngineError(f"{member.name}: step {step}: {said}: {rule}. The step changed no weight"))
         return bool(members)
 
-    def retired(self, liars: Collection[Member], error: Exception) -> bool:
+    def retires(self, liars: Collection[Member], error: Exception) -> bool:
         """Whether the canary found some of the servers at fault, `liars`, and not all: these end. At the first push it is the run's
         settings."""
         if not liars or self._num_pushes == 1 or not self._fleet.trusted() - set(liars):
