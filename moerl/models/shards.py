@@ -4,13 +4,48 @@
 shards of all ranks back.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moerl.models.families.parts.family import DeltaSizes, Rule, Sizes
+from moerl.models.families.parts.family import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes that splitting and merging need beside the tensors."""
+
+    num_layers: int
+    """Without those of multi-token prediction."""
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    delta: "DeltaSizes | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSizes:
+    """Heads of a gated delta net, and their widths."""
+
+    keys: int
+    values: int
+    """A multiple of `keys`."""
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "DeltaSizes | None":
+        """`fields`: of Megatron's configuration. None: the model has no such layers."""
+        if fields.get("experimental_attention_variant") != "gated_delta_net":
+            return None
+        return cls(
+            keys=fields["linear_num_key_heads"], values=fields["linear_num_value_heads"], key_dim=fields["linear_key_head_dim"],
+            value_dim=fields["linear_value_head_dim"],
+        )  # fmt: skip
 
 
 def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:

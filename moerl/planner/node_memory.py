@@ -11,7 +11,7 @@ from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_bytes
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.families.parts.family import is_tied, num_mtp_layers
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.layer_activations import WIDTHS
 from moerl.planner.parameter_counts import model_parameters, mtp_parameters

@@ -12,7 +12,7 @@ from typing import Any
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
-from moerl.models.families.parts.family import is_tied, num_mtp_layers
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.models.find_family import find_family
 
 _START, _END = 64, 128

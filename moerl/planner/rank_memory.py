@@ -10,7 +10,7 @@ from moerl.config.derive.gpu_map import relays_pushes
 from moerl.config.derive.model_shape import read_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
-from moerl.models.families.parts.family import is_tied, num_mtp_layers
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.layer_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.parameter_counts import ChunkParameters, rank_parameters

@@ -13,7 +13,7 @@ from typing import Any
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import PRODUCT_ROWS, FullRecompute, RecomputeModule, SelectiveRecompute
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.find_family import find_family
 from moerl.planner.layer_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer

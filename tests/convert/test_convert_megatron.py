@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
 from moerl.convert.conversion import Conversion, convert
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.types.errors import ConvertError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema.train_config import TrainConfig
-from moerl.models.families.parts.family import Sizes
+from moerl.models.shards import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from moerl.config.schema.layout import Layout
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.bridge.rank_parameters import hf_names
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.families.parts.family import Family, Rule, Sizes
-from moerl.models.shards import cut_dim, merge, split
+from moerl.models.families.parts.family import Family, Rule
+from moerl.models.shards import Sizes, cut_dim, merge, split
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.plan_faults import faults

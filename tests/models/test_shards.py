@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.families.parts.family import Rule, Sizes
-from moerl.models.shards import cut_dim, join, merge, own_range, split
+from moerl.models.families.parts.family import Rule
+from moerl.models.shards import Sizes, cut_dim, join, merge, own_range, split
 
 RANKS = st.sampled_from([1, 2, 4])
 SMALL = st.integers(1, 5)

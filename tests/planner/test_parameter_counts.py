@@ -11,7 +11,7 @@ from moerl.config.load import load
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.planner.parameter_counts import model_parameters, rank_parameters
 
 NAMES = ("dp2", "tp2-etp2", "cp2", "pp2", "pp2-first3", "pp2-vpp2", "ep2", "tp2-ep2-etp2-dp2", "tp2-pp2-ep2-dp2")

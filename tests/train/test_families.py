@@ -24,7 +24,7 @@ from moerl.config.schema.layout import Layout
 from moerl.convert.sharded.expected_tensors import expected_tensors
 from moerl.models.expert_stacks import stored_name
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.families.parts.family import is_tied, num_mtp_layers
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs, checkpoint_views, load_model

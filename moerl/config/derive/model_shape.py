@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.find_family import find_family
 from moerl.types.routes import RouteShape
 

@@ -10,7 +10,8 @@ from moerl.convert.hf.mxfp4 import is_packed
 from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tensors, parameter_shapes
 from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts, parameters_of_names
 from moerl.convert.sharded.sharded_source import ShardedSource
-from moerl.models.families.parts.family import Family, is_tied
+from moerl.models.families.parts.config_fields import is_tied
+from moerl.models.families.parts.family import Family
 from moerl.models.find_family import has_family
 from moerl.types.errors import Problem, problem
 

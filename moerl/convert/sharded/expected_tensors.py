@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from moerl.convert.sharded.parameters import fields_of, num_experts, sizes_of
-from moerl.models.families.parts.family import DeltaSizes, Family, Rule, Sizes, is_tied, num_mtp_layers
-from moerl.models.shards import merge
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
+from moerl.models.families.parts.family import Family, Rule
+from moerl.models.shards import DeltaSizes, Sizes, merge
 
 Shape = tuple[int, ...]
 

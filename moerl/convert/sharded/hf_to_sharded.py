@@ -12,8 +12,7 @@ from moerl.convert.sharded.completeness import tensor_problems
 from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_names, sizes_of
 from moerl.convert.sharded.sharded_source import ShardPart
 from moerl.convert.tensors.entry import computed, read_whole
-from moerl.models.families.parts.family import Sizes
-from moerl.models.shards import split
+from moerl.models.shards import Sizes, split
 from moerl.types.errors import ConvertError
 
 

@@ -25,7 +25,7 @@ from moerl.convert.sharded.parameters import family_of, fields_of, num_experts
 from moerl.convert.sharded.sharded_source import FORMAT, ShardPart, write_index
 from moerl.convert.tensors.writing import FileJob, Finished
 from moerl.models.bridge_packages import BRIDGES
-from moerl.models.families.parts.family import is_tied
+from moerl.models.families.parts.config_fields import is_tied
 from moerl.types.errors import Problem, problem
 
 _ITERATION, _EXTRA = "iter_0000000", "extra_state.distcp"

@@ -12,8 +12,9 @@ from itertools import product
 from typing import Any
 
 from moerl.models.families.parts.config_fields import broken_fields
-from moerl.models.families.parts.family import DeltaSizes, Family, Rule, Sizes
+from moerl.models.families.parts.family import Family, Rule
 from moerl.models.find_family import explain_unknown, find_family, has_family
+from moerl.models.shards import DeltaSizes, Sizes
 from moerl.types.errors import ConvertError, Problem, problem
 
 _EXPERT_KEY = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")

@@ -16,8 +16,8 @@ from moerl.convert.sharded.completeness import absent_problems, stored_problems
 from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, sizes_of
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.convert.tensors.entry import Entry, computed
-from moerl.models.families.parts.family import Sizes, is_tied, num_mtp_layers
-from moerl.models.shards import merge
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
+from moerl.models.shards import Sizes, merge
 from moerl.types.errors import ConvertError, problem
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from moerl.models.bridge.native_bridge import check_copies, check_shape, copy_names, mtp_layers, read_kept
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
 from moerl.models.bridge.rank_tensors import Groups
-from moerl.models.families.parts.family import Family, Sizes
+from moerl.models.families.parts.family import Family
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import merge
+from moerl.models.shards import Sizes, merge
 from moerl.types.errors import CheckpointError
 
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import megatron_patches
 from moerl.models.bridge.adapter_names import AdapterNames
 from moerl.models.bridge.rank_tensors import Groups
-from moerl.models.families.parts.family import Family, Sizes
+from moerl.models.families.parts.family import Family
 from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.models.shards import Sizes
 
 
 class MBridge:

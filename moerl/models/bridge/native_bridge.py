@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from moerl.models.bridge.rank_tensors import Groups, RankTensors, leaves_as
 from moerl.models.expert_stacks import restack, stack_of, stored_names
-from moerl.models.families.parts.family import Family, Rule, Sizes
+from moerl.models.families.parts.family import Family, Rule
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import cut_dim, join, merge, own_range
+from moerl.models.shards import Sizes, cut_dim, join, merge, own_range
 from moerl.types.errors import CheckpointError
 
 

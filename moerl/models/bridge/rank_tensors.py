@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moerl.models.bridge.rank_parameters import hf_names, owned_by
 from moerl.models.expert_stacks import stack_of
-from moerl.models.families.parts.family import Family, Rule, Sizes
-from moerl.models.shards import cut_dim, merge, pieces
+from moerl.models.families.parts.family import Family, Rule
+from moerl.models.shards import Sizes, cut_dim, merge, pieces
 from moerl.types.errors import WeightError
 
 

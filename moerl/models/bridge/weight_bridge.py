@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from moerl.models.bridge.native_bridge import NativeBridge
 from moerl.models.bridge.rank_tensors import Groups, RankTensors
-from moerl.models.families.parts.family import Family, Sizes
+from moerl.models.families.parts.family import Family
 from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.models.shards import Sizes
 
 
 class WeightBridge(Protocol):

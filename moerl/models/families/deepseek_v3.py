@@ -8,27 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
-from moerl.models.families.parts.family_checks import (
-    Fixed,
-    fixed_values,
-    group_limit,
-    has_megatron,
-    last_layer_has_experts,
-    readable_weights,
-)
-from moerl.models.families.parts.layer_rules import (
-    HF_LAYER,
-    HF_MTP,
-    LAYER,
-    MTP,
-    biased_experts,
-    decoder_fields,
-    dense,
-    ends,
-    grouped_router_fields,
-    mtp_ends,
-)
+from moerl.models.families.parts.family_checks import Fixed, fixed_values, has_megatron, readable_weights
+from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters
+from moerl.models.families.parts.sigmoid_routers import biased_experts, group_limit, grouped_router_fields, last_layer_has_experts, mtp_ends
 
 
 def latent_layer(megatron: str, hf: str, *, fuses_norms: bool = True) -> tuple[Rule, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 from moerl.models.families.deepseek_v3 import latent_config, latent_layer, latent_rotary, latent_rules
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import Fixed, fixed_values, has_megatron
-from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, ends, mtp_ends
+from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, ends
+from moerl.models.families.parts.sigmoid_routers import mtp_ends
 
 _INDEX_TENSORS = {
     "linear_wq_b.weight": "wq_b.weight", "linear_wk.weight": "wk.weight", "k_norm.weight": "k_norm.weight",

@@ -7,18 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_experts
-from moerl.models.families.parts.layer_rules import (
-    HF_LAYER,
-    LAYER,
-    attention,
-    attention_fields,
-    decoder_fields,
-    ends,
-    experts,
-    sigmoid_router_fields,
-)
+from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
+from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts
 from moerl.models.families.parts.rope import rope_rules, rotary
+from moerl.models.families.parts.sigmoid_routers import several_experts, sigmoid_router_fields
 
 _SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 _FIXED: Fixed = {

@@ -11,7 +11,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.find_family import find_family
 from moerl.types.errors import EngineError
 

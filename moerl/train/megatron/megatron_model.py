@@ -23,8 +23,10 @@ from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
 from moerl.models.bridge.rank_tensors import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
-from moerl.models.families.parts.family import DeltaSizes, Family, Sizes, is_tied, num_mtp_layers
+from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
+from moerl.models.families.parts.family import Family
 from moerl.models.find_family import find_family
+from moerl.models.shards import DeltaSizes, Sizes
 from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
-from moerl.models.families.parts.family import is_tied
+from moerl.models.families.parts.config_fields import is_tied
 from moerl.models.shards import cut_dim, merge
 from moerl.train.megatron.megatron_model import Built, build_chunks
 from moerl.train.megatron.process_groups import initialize_groups

@@ -31,6 +31,17 @@ _MOST_EXPERTS = 2**20
 """Experts of all layers together: more than forty times those of Kimi-K2. Each has names of its own."""
 
 
+def num_mtp_layers(hf: Mapping[str, Any]) -> int:
+    """Layers of the multi-token prediction block by config.json."""
+    number = hf.get("num_nextn_predict_layers")
+    return 0 if number is None else number
+
+
+def is_tied(hf: Mapping[str, Any]) -> bool:
+    """The output layer is the embedding. Not written in some published config.json files of models where it is not."""
+    return hf.get("tie_word_embeddings", False)
+
+
 def broken_fields(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     """Settings that are there and of another type, or out of bounds."""
     for name, (least, most) in {**_SIZES, **_OPTIONAL_SIZES}.items():

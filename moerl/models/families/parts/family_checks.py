@@ -47,33 +47,6 @@ def has_megatron(least: str, *, otherwise: bool) -> bool:
         return otherwise
 
 
-def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Rules of routers with n_group and topk_group: transformers' scores of groups must be Megatron's."""
-    chosen, groups, kept = (hf[name] for name in ("num_experts_per_tok", "n_group", "topk_group"))
-    yield from several_experts(hf)
-    if hf["n_routed_experts"] % groups:
-        rule = f"needs n_group={groups} to divide n_routed_experts={hf['n_routed_experts']}"
-        yield BrokenRule(rule, "groups are equal", "another model")
-    if kept != groups and chosen // kept != 2:
-        reason = "transformers scores a group by its 2 best experts, Megatron by its num_experts_per_tok // topk_group best"
-        fix = "a model where these agree, or where topk_group equals n_group"
-        yield BrokenRule(f"needs num_experts_per_tok // topk_group = 2, not {chosen} // {kept}", reason, fix)
-
-
-def several_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Rule of routers whose scores are sigmoids."""
-    if (chosen := hf["num_experts_per_tok"]) < 2:
-        reason = "with one expert Megatron does not normalise its weight, transformers does"
-        yield BrokenRule(f"needs num_experts_per_tok of at least 2, not {chosen}", reason, "another model of this type")
-
-
-def last_layer_has_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    if hf["first_k_dense_replace"] >= hf["num_hidden_layers"]:
-        reason = "the last layer must have experts: the layers of multi-token prediction are built like it"
-        rule = f"needs first_k_dense_replace below num_hidden_layers={hf['num_hidden_layers']}"
-        yield BrokenRule(rule, reason, "a model with experts")
-
-
 def experts_in_every_layer(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         reason = "the family's table has experts in every layer"

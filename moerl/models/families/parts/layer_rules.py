@@ -28,16 +28,6 @@ def ends(*, repeated_by_mtp: bool = False) -> tuple[Rule, ...]:
     )
 
 
-def mtp_ends() -> tuple[Rule, ...]:
-    """Tensors that a layer of multi-token prediction has beside a decoder layer, as published by DeepSeek and after them by others."""
-    return (
-        Rule(megatron=f"{MTP}.enorm.weight", hf=(f"{HF_MTP}.enorm.weight",)),
-        Rule(megatron=f"{MTP}.hnorm.weight", hf=(f"{HF_MTP}.hnorm.weight",)),
-        Rule(megatron=f"{MTP}.eh_proj.weight", hf=(f"{HF_MTP}.eh_proj.weight",), shard="column"),
-        Rule(megatron=f"{MTP}.final_layernorm.weight", hf=(f"{HF_MTP}.shared_head.norm.weight",)),
-    )
-
-
 def attention(megatron: str, hf: str, *, has_bias: bool = False, has_qk_norm: bool = False) -> tuple[Rule, ...]:
     """Grouped-query attention of a layer, with the norm before it. `has_bias`: of queries, keys and values, not of the output."""
     ours, theirs = f"{megatron}.self_attention", f"{hf}.self_attn"
@@ -94,15 +84,6 @@ def gated_shared_expert(megatron: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def biased_experts(megatron: str, hf: str) -> tuple[Rule, ...]:
-    """Experts chosen with a correction bias, beside shared ones."""
-    return (
-        *experts(megatron, hf),
-        Rule(megatron=f"{megatron}.mlp.router.expert_bias", hf=(f"{hf}.mlp.gate.e_score_correction_bias",), is_float32=True),
-        *gated_mlp(f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_experts"),
-    )
-
-
 # -- Megatron's fields -------------------------------------------------------------------------------------------
 
 
@@ -133,7 +114,7 @@ def attention_fields(hf: Mapping[str, Any], *, has_bias: bool = False, has_qk_no
     }
 
 
-_ROUTER = {
+PLAIN_ROUTER = {
     "moe_grouped_gemm": True,
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "none",
@@ -149,34 +130,5 @@ def softmax_router_fields(*, num_experts: int, top_k: int, ffn_size: int, normal
         "moe_ffn_hidden_size": ffn_size,
         "moe_router_pre_softmax": not normalised,
         "moe_layer_freq": 1,
-        **_ROUTER,
-    }
-
-
-def sigmoid_router_fields(*, num_experts: int, top_k: int, ffn_size: int) -> dict[str, Any]:
-    """Experts in every layer, chosen with a bias by scores of their own; the weights of the chosen ones add up to 1."""
-    return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": ffn_size,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_layer_freq": 1,
-        **_ROUTER,
-    }
-
-
-def grouped_router_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts from layer first_k_dense_replace on, as in DeepSeek-V3: sigmoid routers that choose within groups, beside shared experts."""
-    dense_layers, is_limited = hf["first_k_dense_replace"], hf["topk_group"] != hf["n_group"]
-    router = sigmoid_router_fields(
-        num_experts=hf["n_routed_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["moe_intermediate_size"]
-    )
-    return router | {
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
-        "moe_router_num_groups": hf["n_group"] if is_limited else None,
-        "moe_router_group_topk": hf["topk_group"] if is_limited else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_layer_freq": [0] * dense_layers + [1] * (hf["num_hidden_layers"] - dense_layers),
+        **PLAIN_ROUTER,
     }
