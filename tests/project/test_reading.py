@@ -1,19 +1,26 @@
-"""Files that are enough to follow a push, and to add an engine or a family: as many, and as long, as the pages say, and no more than was aimed at."""
+"""Files that are enough to follow a push, and to add an engine or a family: no more, and no longer, than their pages say."""
 
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PUSH = """publish weights/sync weights/push_calls weights/plan/run_plan weights/plan/transfer_plan weights/plan/buckets train/push/push_source
-    weights/send train/push/pushed_tensors models/bridge/rank_tensors weights/transport/links weights/transport/shared_memory
-    rollout/server/server_state weights/weight_session weights/installation rollout/engines/installed_bytes"""
-ENGINE = """rollout/server/contract rollout/engines/engine_process rollout/engines/engine_arguments rollout/engines/installed_bytes
-    rollout/engines/process_push rollout/engines/sglang/sglang_server rollout/engines/sglang/sglang_core rollout/engines/sglang/sglang_launch
-    rollout/engines/sglang/sglang_scheduler rollout/server_commands rollout/build_engines types/completion weights/receiver_protocol
-    types/engine_traits"""
-FAMILY = """models/families/family_table models/families/mixtral models/families/parts/family models/families/parts/layer_rules
-    models/families/parts/family_checks models/families/parts/rope"""
+PUSH = """
+publish weights/sync weights/push_calls weights/plan/run_plan weights/plan/transfer_plan weights/plan/buckets
+train/push/push_source weights/send train/push/pushed_tensors models/bridge/rank_tensors weights/transport/links
+weights/transport/shared_memory rollout/server/server_state weights/weight_session weights/installation
+rollout/engines/installed_bytes
+"""
+ENGINE = """
+rollout/server/contract rollout/engines/engine_process rollout/engines/engine_arguments rollout/engines/installed_bytes
+rollout/engines/process_push rollout/engines/sglang/sglang_server rollout/engines/sglang/sglang_core
+rollout/engines/sglang/sglang_launch rollout/engines/sglang/sglang_scheduler rollout/server_commands rollout/build_engines
+types/completion weights/receiver_protocol types/engine_traits
+"""
+FAMILY = """
+models/families/family_table models/families/mixtral models/families/parts/family models/families/parts/layer_rules
+models/families/parts/family_checks models/families/parts/rope
+"""
 
 
 @pytest.mark.parametrize(

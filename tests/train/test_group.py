@@ -45,9 +45,8 @@ LONG_BATCH = sft_batch([((1, 2, 3), tuple(range(4, 30)))] * 60)
 
 
 @pytest.fixture
-def run_with(connected, checkpoints, tmp_path):
-    """Runs a scenario with a started group of two ranks and their process ids."""
-    config = RunConfig(
+def config(checkpoints, tmp_path):
+    return RunConfig(
         name="group",
         num_steps=1,
         groups_per_step=1,
@@ -62,6 +61,11 @@ def run_with(connected, checkpoints, tmp_path):
         weights=WeightsConfig(bucket_bytes=20_000),
         network=NetworkConfig(variables={"NCCL_DEBUG": "WARN"}),
     )
+
+
+@pytest.fixture
+def run_with(connected, checkpoints, config, tmp_path):
+    """Runs a scenario with a started group of two ranks and their process ids."""
 
     def run(scenario, *, deadlines=DEADLINES, interface="lo", **changes):
         network = replace(config.network, interface=interface)
@@ -318,6 +322,15 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
         assert caught.value.exit_code == ExitCode.KILLED
 
     run_with(scenario, deadlines=DeadlineConfig(settle_seconds=60))  # the time that the other rank gets to notice, if the machine is busy
+
+
+def test_no_rank_is_asked_to_move_where_nothing_leaves_its_device(checkpoints, config, tmp_path):
+    group = MegatronTrainGroup(config, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)  # there are no ranks
+
+    async def moved():
+        return await group.sleep(), await group.wake(), await group.shed()
+
+    assert asyncio.run(moved()) == (0, 0, 0)
 
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):

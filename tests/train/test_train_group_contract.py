@@ -47,7 +47,9 @@ def megatron(directory, checkpoint_dir):
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
         algorithm=ALGORITHM,
-        train=TrainConfig(optimizer=OptimizerConfig(lr=LR), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
+        train=TrainConfig(
+            optimizer=OptimizerConfig(lr=LR), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64, offload="all"
+        ),
         rollout=RolloutConfig(max_response_tokens=8),
         weights=WeightsConfig(bucket_bytes=BUCKET_BYTES),
         keep_checkpoints=KEEP,

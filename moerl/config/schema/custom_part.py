@@ -71,6 +71,8 @@ _FOLDERS: list[str] = []
 
 def modules_of_files() -> list[ModuleType]:
     """Modules that were run from files, and those beside them which they imported: other processes cannot import them by their names."""
+    if not _FOLDERS:  # each update asks, and there are thousands of modules
+        return []
     return [module for name, module in sys.modules.items() if name.startswith(_PREFIX) or name in _NEIGHBOURS]
 
 

@@ -26,13 +26,15 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Digest as 32 hex digits. Shape and dtype are not part of it. Reads the bytes once; on a GPU 16 bytes of each block leave it."""
+    if tensor.device.type == "cpu":
+        return _hex(*_halves_on_host(tensor_bytes(tensor)))
     return hex_digests([digest_halves(tensor)])[0]
 
 
 def digest_halves(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [2] where the tensor is: its digest. A GPU is not waited for."""
     if tensor.device.type == "cpu":
-        return _halves_on_host(tensor_bytes(tensor))
+        return torch.tensor([_signed(half) for half in _halves_on_host(tensor_bytes(tensor))])
     return halves_on_device(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
@@ -42,7 +44,7 @@ def hex_digests(halves: Iterable[torch.Tensor]) -> list[str]:
     if not rows:
         return []
     together = torch.stack([row.to(rows[0].device) for row in rows])
-    return [f"{high & _MASK:016x}{low & _MASK:016x}" for low, high in together.tolist()]
+    return [_hex(low, high) for low, high in together.tolist()]
 
 
 def halves_on_device(data: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,8 @@ def halves_on_device(data: torch.Tensor) -> torch.Tensor:
     return (hashes_B2 * (2 * torch.arange(len(hashes_B2), device=data.device) + 1)[:, None]).sum(dim=0)
 
 
-def _halves_on_host(data: torch.Tensor) -> torch.Tensor:
+def _halves_on_host(data: torch.Tensor) -> tuple[int, int]:
+    """Not yet modulo 2**64."""
     # Not through numpy: torch would never again resize the storage of a parameter that numpy has seen, as offloading it does.
     memory = memoryview((ctypes.c_char * len(data)).from_address(data.data_ptr())) if len(data) else memoryview(b"")
     low = high = 0
@@ -73,7 +76,11 @@ def _halves_on_host(data: torch.Tensor) -> torch.Tensor:
             part = bytes(part).ljust(-(-len(part) // _GRAIN) * _GRAIN, b"\0")
         found = xxhash.xxh3_128_intdigest(part)
         low, high = low + (2 * block + 1) * found, high + (2 * block + 1) * (found >> 64)
-    return torch.tensor([_signed(low), _signed(high)])
+    return low, high
+
+
+def _hex(low: int, high: int) -> str:
+    return f"{high & _MASK:016x}{low & _MASK:016x}"
 
 
 def _signed(value: int) -> int:

@@ -156,16 +156,12 @@ class Scheduler:
         self._waiting: dict[str, SlotRequest] = {}
         self._prefills: list[Prefill] = []
         self._decoding: dict[int, SlotRequest] = {}  # by slot
+        self.cache_share = 0.0
+        """Share of the cache's positions that running requests fill, after the last iteration; any thread may ask."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
-
-    @property
-    def cache_share(self) -> float:
-        """Share of the cache's positions that running requests fill. Any thread may ask: it is of this iteration or the one before."""
-        slots = [request.slot for request in list(self._requests.values()) if request.slot >= 0]
-        return float((self._table.prompt_length[slots] + self._table.num_generated[slots]).sum() / self._num_positions)
 
     def add(self, requests: Iterable[SlotRequest]) -> None:
         """Those that find no slot wait for one."""
@@ -180,6 +176,8 @@ class Scheduler:
             self._prefill(version)
         elif self._decoding:
             self._decode(version)
+        slots = [request.slot for request in self._requests.values() if request.slot >= 0]
+        self.cache_share = float((self._table.prompt_length[slots] + self._table.num_generated[slots]).sum() / self._num_positions)
 
     def abort(self, key: str) -> None:
         """End this request, if it is in flight, with the tokens it has."""
