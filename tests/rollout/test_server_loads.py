@@ -52,11 +52,11 @@ def test_the_pools_bound_follows_an_engine_that_preempts(run, checkpoints, tmp_p
             asked = (pool.generate(PROMPT, SamplingParams(max_tokens=LONG, seed=seed), f"r{seed}") for seed in range(MAX_RUNNING + 2))
             answers, bound = await asyncio.gather(*asked), pool.least_bound
             watching.cancel()
-            return answers, pool.num_preempted, bound, (await engine.health()).load.cache_share
+            await until(engine, lambda health: health.load.cache_share < 0.2)  # SGLang counts what has ended after an iteration more
+            return answers, pool.num_preempted, bound
         finally:
             await engine.close()
 
-    answers, num_preempted, bound, idle = run(scenario())
+    answers, num_preempted, bound = run(scenario())
     assert [answer.completion.num_tokens for answer in answers] == [LONG] * (MAX_RUNNING + 2)
     assert num_preempted > 0 and max(shares) > 0.9 and bound < MAX_RUNNING + 2
-    assert idle < 0.2
