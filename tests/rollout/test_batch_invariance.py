@@ -14,7 +14,7 @@ from moerl.rollout.engines.hf.cache import KeyRun, attend
 from moerl.rollout.engines.hf.experts import TILE_ROWS, PassTokens, experts_in_tiles
 from moerl.rollout.engines.hf.forward import Forward, _runs
 from moerl.rollout.engines.hf.hf_model import load_model
-from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
+from moerl.rollout.engines.hf.scheduler import MOST_PUT_OFF, Scheduler, SlotRequest
 from moerl.types.completion import SamplingParams
 
 NUM_SLOTS = 24
@@ -92,6 +92,32 @@ def test_every_request_of_a_batch_has_the_bits_it_has_alone(batch):
     together = batch.complete({0: others(22)})
     for name, request in others(22).items():
         assert together[name] == batch.complete({0: {name: request}})[name]
+
+
+def test_prompts_wait_for_others_until_they_have_lost_what_a_pass_costs(batch, monkeypatch):
+    """Twenty decode. Of three that come one after the other the pass is shared when they have lost twenty tokens: 1 + 2 + 3 + 3 + ..."""
+    scheduler, outcomes, passes = Scheduler(batch.forward, max_context=256), {}, []
+    for kind in ("prefill", "decode"):
+        upstream = getattr(batch.forward, kind)
+        monkeypatch.setattr(
+            batch.forward, kind, lambda *args, _kind=kind, _call=upstream, **more: (passes.append(_kind), _call(*args, **more))[1]
+        )
+    scheduler.add(request_of(f"first-{i}", ((3, 4), SamplingParams(max_tokens=60, seed=i)), outcomes) for i in range(20))
+    scheduler.step(1)
+    for number in range(3):
+        scheduler.add([request_of(f"late-{number}", ((5, 6 + number), SamplingParams(max_tokens=4, seed=number)), outcomes)])
+        scheduler.step(1)
+    while passes.count("prefill") < 2:
+        scheduler.step(1)
+    assert passes == ["prefill", *["decode"] * 7, "prefill"]
+    scheduler.add([request_of("canary", ((9, 9), SamplingParams(max_tokens=1, seed=0, goes_first=True)), outcomes)])
+    scheduler.step(1)
+    assert passes[-1] == "prefill" and "canary" in outcomes
+    scheduler.add([request_of("alone", ((9, 8), SamplingParams(max_tokens=1, seed=0)), outcomes)])
+    del passes[:]
+    while "alone" not in outcomes:
+        scheduler.step(1)
+    assert passes == [*["decode"] * MOST_PUT_OFF, "prefill"]
 
 
 def test_what_a_slot_held_before_does_not_matter(batch, alone):

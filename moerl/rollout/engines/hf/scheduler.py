@@ -1,7 +1,7 @@
 """Continuous batching: requests wait for a slot, have their prompt computed in chunks, and then decode together.
 
-An iteration is one prefill pass if any admitted prompt is unfinished, else one decode pass: decoding few rows costs about as much as
-decoding many, so the batch is filled first. Requests of one prompt that are admitted before its first chunk (a group) share its
+An iteration is one prefill pass or one decode pass. Either costs about as much with few rows as with many, so prompts wait until a pass
+is worth what it costs those that decode meanwhile. Requests of one prompt that are admitted before its first chunk (a group) share its
 computation. Single-threaded; the generation thread owns it.
 """
 
@@ -20,6 +20,9 @@ from moerl.rollout.server.contract import runs_of
 from moerl.types.completion import Completion, FinishReason, SamplingParams
 from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.routes import RouteShape
+
+MOST_PUT_OFF = 8
+"""Iterations that a prompt waits for others, at most: near the optimum for answers of 10 to 100 tokens, and nothing beside longer ones."""
 
 
 class SlotTable:
@@ -156,6 +159,7 @@ class Scheduler:
         self._waiting: dict[str, SlotRequest] = {}
         self._prefills: list[Prefill] = []
         self._decoding: dict[int, SlotRequest] = {}  # by slot
+        self._num_put_off, self._num_lost = 0, 0  # iterations that prompts have waited, and tokens that their requests could have had
         self.cache_share = 0.0
         """Share of the cache's positions that running requests fill, after the last iteration; any thread may ask."""
 
@@ -172,7 +176,8 @@ class Scheduler:
         """One iteration with the weights of `version`."""
         if self._waiting and self._free:
             self._admit()
-        if self._prefills:
+        if self._prefills and self._is_worth_a_pass():
+            self._num_put_off, self._num_lost = 0, 0
             self._prefill(version)
         elif self._decoding:
             self._decode(version)
@@ -202,6 +207,19 @@ class Scheduler:
             request.prefill.requests.append(request)
             admitted.append(request.slot)
         self._forward.cache.clear(torch.tensor(admitted, dtype=torch.int64))
+
+    def _is_worth_a_pass(self) -> bool:
+        """Whether prompts are computed now, which costs each that decodes a token, or wait for others to share the pass. They have waited
+        long enough when they have lost as many tokens."""
+        waiting = [request for prefill in self._prefills for request in prefill.requests]
+        self._num_put_off, self._num_lost = self._num_put_off + 1, self._num_lost + len(waiting)
+        return (
+            self._num_lost >= len(self._decoding)
+            or self._num_put_off > MOST_PUT_OFF
+            or len(self._prefills) >= self._forward.prefill_rows
+            or self._prefills[0].num_done > 0
+            or any(request.sampling.goes_first for request in waiting)
+        )
 
     def _prefill(self, version: int) -> None:
         """The next chunk of the oldest prompts; the requests of those that end here get their first token."""
