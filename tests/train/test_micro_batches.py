@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.train.batching.micro_batch_plan import Balance, plan_micro_batches, sequence_costs, split_mini_batches
+from moerl.train.batching.micro_batch_plan import Balance, plan_micro_batches, split_mini_batches
 from moerl.train.batching.packed_sequences import pack, unpack_scores, zigzag_positions
+from moerl.train.batching.token_costs import sequence_costs
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import ConfigError
 

@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from moerl.config.schema.train_config import TrainConfig
+from moerl.train.batching.token_costs import sequence_costs
 from moerl.types.errors import ConfigError, Problem
 
 Bins = list[list[int]]
@@ -156,11 +157,6 @@ class Planner:
 
     def balance(self, lengths: np.ndarray, plan: Sequence[Bins]) -> Balance:
         return Balance.of(plan, lengths, sequence_multiple=self.sequence_multiple, attention_tokens=self.attention_tokens)
-
-
-def sequence_costs(lengths: np.ndarray, attention_tokens: float) -> np.ndarray:
-    """In tokens: the length, and causal attention, which costs as much as the rest at a length of `attention_tokens`."""
-    return lengths + lengths.astype(np.float64) ** 2 / attention_tokens
 
 
 def split_mini_batches(num_sequences: int, num_updates: int) -> list[np.ndarray]:
