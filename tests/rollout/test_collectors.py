@@ -59,6 +59,20 @@ def request(name, *, max_tokens=8):
     return GenerateRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
 
 
+def test_no_call_is_open_when_the_actors_are_killed(run, collectors):
+    """Of one that is, Ray would tell the user at the end of a run."""
+    others = RayCollectors(INTAKE, secret=SECRET, num_actors=2, start_seconds=60, max_restarts=3)
+
+    async def scenario():
+        await others.start()
+        listeners = list(others._listeners)
+        await asyncio.sleep(0.1)  # they have asked for answers
+        await others.close()
+        return [listener.cancelled() for listener in listeners]
+
+    assert run(scenario()) == [False, False]
+
+
 def assert_whole(payload, num_tokens):
     assert payload.token_ids.tolist() == [token_at(position) for position in range(num_tokens)]
     assert payload.logprobs.tolist() == [-0.25 * (token_at(position) % 4) for position in range(num_tokens)]

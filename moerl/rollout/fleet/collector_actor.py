@@ -57,6 +57,7 @@ class CollectorActor:
         self._ready: dict[int, tuple[Completion, Payload] | MoerlError] = {}
         self._arrived = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_leaving = False
 
     async def begin(self, stored_intake: list[Any]) -> tuple[str, int]:
         """Answers when everything is there: a name of this process that none before or after it has, and its number."""
@@ -83,7 +84,7 @@ class CollectorActor:
         """Name of this process, references, and answers for `unpacked`; at once and without answers if the driver knows another `life`."""
         if life != self._life:
             return self._life, [], packed([], {})
-        while not self._ready:
+        while not self._ready and not self._is_leaving:
             self._arrived.clear()
             await self._arrived.wait()
         if self._asked:
@@ -96,6 +97,11 @@ class CollectorActor:
         places = [(references.index(each.reference), each.place) for each in stored]
         rows = [(number, *place, _row(*each)) for (number, each), place in zip(whole.items(), places, strict=True)]
         return self._life, references, packed(rows, errors)
+
+    async def leave(self) -> None:
+        """Before its process is killed: `answers` returns, since Ray tells the user of a call that is open then as of a failure."""
+        self._is_leaving = True
+        self._arrived.set()
 
     async def drop(self, numbers: Sequence[int]) -> None:
         """Nobody waits for them any more: their servers drop the requests."""

@@ -29,6 +29,9 @@ from moerl.types.errors import MoerlError, Origin, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.stored import StoredCompletion
 
+_LEAVE_SECONDS = 2.0
+"""Time that the actors have to answer before they are killed."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Waiting:
@@ -76,6 +79,7 @@ class RayCollectors:
         self._newest: dict[HTTPEngine, tuple[tuple[int, ...], _Home]] = {}  # prompt, and where its requests are
         self._listeners: list[asyncio.Task[None]] = []
         self._numbers = count()
+        self._is_closing = False
 
     async def start(self) -> None:
         # Of one that ends Ray makes another, and asks it for answers. What it had received is lost: see moerl.types.stored.
@@ -133,6 +137,11 @@ class RayCollectors:
         return self._homes_of[engine]
 
     async def close(self) -> None:
+        self._is_closing = True
+        for actor in self._actors:
+            actor.leave.options(max_task_retries=0).remote()
+        if self._listeners:
+            await asyncio.wait(self._listeners, timeout=_LEAVE_SECONDS)
         for listener in self._listeners:
             listener.cancel()
         await asyncio.gather(*self._listeners, return_exceptions=True)
@@ -172,7 +181,7 @@ class RayCollectors:
     async def _listen(self, home: _Home) -> None:
         """Whatever ends it is told to all that wait: nothing else would ever answer them."""
         try:
-            while True:
+            while not self._is_closing:
                 # No name of this frame: it would hold the message until the next one comes.
                 self._deliver(home, *await home.actor.answers.remote(home.life))
         except Exception as error:
