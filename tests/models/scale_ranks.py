@@ -49,6 +49,7 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     held: dict[Place, dict[str, tuple[int, ...]]] = {}
     num_ranks, per_stage = train.layout.ranks, train.layout.ranks // train.layout.pp
     _list_groups_once()
+    dist.barrier()  # the other process may still be connecting, and would lose this one
     dist.destroy_process_group()
     for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
         with as_rank(rank, train.layout):
