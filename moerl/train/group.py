@@ -38,7 +38,8 @@ class TrainGroup(Protocol):
         """It starts awake."""
 
     async def wake(self) -> int:
-        """From sleep, after which every verb but wake and close raises ResidencyError. Bytes of all ranks that came to the GPUs."""
+        """From sleep, after which every verb but wake and close raises ResidencyError if something was offloaded. Bytes of all ranks that
+        came to the GPUs."""
 
     async def shed(self) -> int:
         """Keep on the GPUs only what log-probs and a push need, until a verb needs more. Bytes of all ranks that left; so for sleep."""

@@ -120,6 +120,16 @@ def test_prompts_wait_for_others_until_they_have_lost_what_a_pass_costs(batch, m
     assert passes == [*["decode"] * MOST_PUT_OFF, "prefill"]
 
 
+def test_the_share_of_the_cache_goes_with_the_last_request_that_is_aborted(batch):
+    scheduler, outcomes = Scheduler(batch.forward, max_context=256), {}
+    scheduler.add([request_of("subject", SUBJECT, outcomes)])
+    for _ in range(5):
+        scheduler.step(1)
+    assert scheduler.cache_share > 0
+    scheduler.abort("subject")  # no iteration follows
+    assert scheduler.cache_share == 0
+
+
 def test_what_a_slot_held_before_does_not_matter(batch, alone):
     for layer in batch.forward.cache.layers:
         layer.keys[0] = layer.values[0] = torch.nan  # the subject takes the lowest slot

@@ -53,10 +53,11 @@ def test_the_pools_bound_follows_an_engine_that_preempts(run, checkpoints, tmp_p
             answers, bound = await asyncio.gather(*asked), pool.least_bound
             watching.cancel()
             await until(engine, lambda health: health.load.cache_share < 0.2)  # SGLang counts what has ended after an iteration more
-            return answers, pool.num_preempted, bound
+            return answers, pool.num_preempted, bound, (await engine.health()).load.cache_share
         finally:
             await engine.close()
 
-    answers, num_preempted, bound = run(scenario())
+    answers, num_preempted, bound, idle = run(scenario())
     assert [answer.completion.num_tokens for answer in answers] == [LONG] * (MAX_RUNNING + 2)
     assert num_preempted > 0 and max(shares) > 0.9 and bound < MAX_RUNNING + 2
+    assert idle < 0.2

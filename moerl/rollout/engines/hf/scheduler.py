@@ -138,6 +138,8 @@ class Prefill:
     requests: list[SlotRequest] = field(default_factory=list)
     num_done: int = 0
     """Prompt tokens."""
+    num_put_off: int = 0
+    """Iterations that it has waited for others."""
     routes: list[np.ndarray] = field(default_factory=list)
     """Routes of the tokens done, chunk by chunk, if a request wants them."""
 
@@ -159,9 +161,8 @@ class Scheduler:
         self._waiting: dict[str, SlotRequest] = {}
         self._prefills: list[Prefill] = []
         self._decoding: dict[int, SlotRequest] = {}  # by slot
-        self._num_put_off, self._num_lost = 0, 0  # iterations that prompts have waited, and tokens that their requests could have had
         self.cache_share = 0.0
-        """Share of the cache's positions that running requests fill, after the last iteration; any thread may ask."""
+        """Share of the cache's positions that running requests fill, after the last iteration or abort; any thread may ask."""
 
     @property
     def has_work(self) -> bool:
@@ -177,17 +178,18 @@ class Scheduler:
         if self._waiting and self._free:
             self._admit()
         if self._prefills and self._is_worth_a_pass():
-            self._num_put_off, self._num_lost = 0, 0
             self._prefill(version)
         elif self._decoding:
+            for prefill in self._prefills:
+                prefill.num_put_off += 1
             self._decode(version)
-        slots = [request.slot for request in self._requests.values() if request.slot >= 0]
-        self.cache_share = float((self._table.prompt_length[slots] + self._table.num_generated[slots]).sum() / self._num_positions)
+        self._note_share()
 
     def abort(self, key: str) -> None:
         """End this request, if it is in flight, with the tokens it has."""
         if key in self._requests:
             self._finish(self._requests[key], aborted=True)
+            self._note_share()  # there may be no iteration after it
 
     def _admit(self) -> None:
         admitted = []
@@ -210,16 +212,19 @@ class Scheduler:
 
     def _is_worth_a_pass(self) -> bool:
         """Whether prompts are computed now, which costs each that decodes a token, or wait for others to share the pass. They have waited
-        long enough when they have lost as many tokens."""
-        waiting = [request for prefill in self._prefills for request in prefill.requests]
-        self._num_put_off, self._num_lost = self._num_put_off + 1, self._num_lost + len(waiting)
+        long enough when they have lost as many tokens, with that of this iteration."""
+        oldest = self._prefills[0]
         return (
-            self._num_lost >= len(self._decoding)
-            or self._num_put_off > MOST_PUT_OFF
+            sum((prefill.num_put_off + 1) * len(prefill.requests) for prefill in self._prefills) >= len(self._decoding)
+            or oldest.num_put_off >= MOST_PUT_OFF
             or len(self._prefills) >= self._forward.prefill_rows
-            or self._prefills[0].num_done > 0
-            or any(request.sampling.goes_first for request in waiting)
+            or oldest.num_done > 0
+            or any(request.sampling.goes_first for prefill in self._prefills for request in prefill.requests)
         )
+
+    def _note_share(self) -> None:
+        slots = [request.slot for request in self._requests.values() if request.slot >= 0]
+        self.cache_share = float((self._table.prompt_length[slots] + self._table.num_generated[slots]).sum() / self._num_positions)
 
     def _prefill(self, version: int) -> None:
         """The next chunk of the oldest prompts; the requests of those that end here get their first token."""
