@@ -47,7 +47,7 @@ from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.server import wire
 from moerl.rollout.server.messages import Frames, dump_requests
 from moerl.train.batching.build_batch import build_batch
-from moerl.train.batching.micro_batch_plan import Planner
+from moerl.train.batching.micro_batch_plan import MicroBatchPlanner
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.batching.rank_share import Share, shares
 from moerl.types.batch import TrainBatch, no_routes
@@ -123,11 +123,11 @@ class Scorer:
 class Rank:
     """Packs every micro-batch of its share, one at a time."""
 
-    def run(self, batch: Any, planner: Planner, rank: int) -> int:
+    def run(self, batch: Any, planner: MicroBatchPlanner, rank: int) -> int:
         share = Share.of(batch, planner.plan(batch.lengths)[rank])
         return sum(pack(share.batch, members, 1).num_positions for members in share.bins)
 
-    def run_objects(self, batch: TrainBatch, planner: Planner, rank: int) -> int:
+    def run_objects(self, batch: TrainBatch, planner: MicroBatchPlanner, rank: int) -> int:
         return sum(pack(batch, members, 1).num_positions for members in planner.plan(batch.lengths)[rank])
 
     def rss(self) -> int:
@@ -241,9 +241,9 @@ async def by_value(engines: list[Connected], config: RunConfig, arguments: argpa
     return groups, [ray.put(lay_out(groups, shape))] * arguments.ranks
 
 
-def planner(arguments: argparse.Namespace) -> Planner:
+def planner(arguments: argparse.Namespace) -> MicroBatchPlanner:
     longest = arguments.prompt + arguments.tokens
-    return Planner(
+    return MicroBatchPlanner(
         num_ranks=arguments.ranks, token_budget=4 * longest, token_multiple=1, attention_tokens=1e4, sequence_multiple=1, count_multiple=1,
         waits_in_rounds=False,
     )  # fmt: skip

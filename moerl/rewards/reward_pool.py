@@ -12,8 +12,8 @@ from collections import Counter, deque
 from pathlib import Path
 
 from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
-from moerl.rewards.check_runner import Answers, CheckRunner, ErrorKind, Failure, PendingCheck
-from moerl.rewards.verifiers import PURE_KINDS, Check
+from moerl.rewards.verifier_runner import Answers, ErrorKind, Failure, PendingVerdict, VerifierRunner
+from moerl.rewards.verifiers import PURE_KINDS, VerifierInput
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.groups import Prompt, Score
 
@@ -39,9 +39,9 @@ class RewardPool:
         self._levels: dict[Isolation, dict[str, RewardTerm]] = {}
         for name, term in config.terms.items():
             self._levels.setdefault(term.isolation, {})[name] = _absolute(term)
-        self._slots = [CheckRunner(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
+        self._slots = [VerifierRunner(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
         self._serving: list[asyncio.Task[None]] = []
-        self._waiting: deque[PendingCheck] = deque()
+        self._waiting: deque[PendingVerdict] = deque()
         self._has_waiting = asyncio.Event()
         self._pace = _MESSAGE_SECONDS
         """Seconds of a check, lately."""
@@ -89,8 +89,8 @@ class RewardPool:
         """Never raises for what a verifier does: such a sample has reward 0 and says why in `error`."""
         if not self._serving:
             raise _not_running()
-        check = Check(text=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
-        asked = PendingCheck(pickle.dumps(check), asyncio.get_running_loop().create_future())
+        check = VerifierInput(text=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
+        asked = PendingVerdict(pickle.dumps(check), asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         self._has_waiting.set()
         try:
@@ -100,7 +100,7 @@ class RewardPool:
             raise
         return self._failed(found) if isinstance(found, Failure) else self._score(found)
 
-    async def _serve(self, slot: CheckRunner) -> None:
+    async def _serve(self, slot: VerifierRunner) -> None:
         """Runs what waits, for ever."""
         while True:
             while not self._waiting:
@@ -118,7 +118,7 @@ class RewardPool:
             pace = (asyncio.get_running_loop().time() - began) / len(message)
             self._pace = (self._pace + pace) / 2
 
-    def _next_message(self) -> list[PendingCheck]:
+    def _next_message(self) -> list[PendingVerdict]:
         """Each slot's share of what waits, at most."""
         share = math.ceil(len(self._waiting) / len(self._slots))
         most = min(share, MESSAGE_CHECKS, int(_MESSAGE_SECONDS / self._pace))
@@ -149,7 +149,7 @@ def _not_running() -> RuntimeError:
     return RuntimeError("the reward pool is not running: score between start and close")
 
 
-def _tell(message: "deque[PendingCheck] | list[PendingCheck]", error: Exception) -> None:
+def _tell(message: "deque[PendingVerdict] | list[PendingVerdict]", error: Exception) -> None:
     for asked in message:
         if not asked.outcome.done():
             asked.outcome.set_exception(error)

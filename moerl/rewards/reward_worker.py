@@ -3,7 +3,7 @@
     pool                              worker
       | number, Setup ----------------> builds every verifier
       | <------------------- {} or {"term", "error"}
-      | number, Check ----------------> runs the terms in order
+      | number, VerifierInput ----------------> runs the terms in order
       | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
 
 Every line repeats the "number" of its request. Requests may come many at a time, and are read one at a time, not a byte further: no check
@@ -27,7 +27,7 @@ from typing import IO, Any
 from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.data_config import Isolation, RewardTerm
 from moerl.rewards import worker_sandbox
-from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier
+from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Verifier, VerifierInput
 
 _LONGEST_MESSAGE = 2000
 _LENGTH = struct.Struct(">I")
@@ -161,7 +161,7 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _run(verifiers: Mapping[str, Verifier], check: Check, replies: _Replies, number: str) -> None:
+def _run(verifiers: Mapping[str, Verifier], check: VerifierInput, replies: _Replies, number: str) -> None:
     for verifier in verifiers.values():
         try:
             answer = _answer(verifier(check))

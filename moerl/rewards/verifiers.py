@@ -1,4 +1,4 @@
-"""Verifiers by `reward.terms.*.kind`: each a function from one `Check` to a number, made from a `RewardTerm`.
+"""Verifiers by `reward.terms.*.kind`: each a function from one `VerifierInput` to a number, made from a `RewardTerm`.
 
 Building one may import heavy packages, so it happens in the worker processes. Any exception of a verifier marks its sample.
 """
@@ -26,7 +26,7 @@ _MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
-class Check:
+class VerifierInput:
     """One response and what it is judged by; crosses to a worker process."""
 
     text: str
@@ -38,7 +38,7 @@ class Check:
 Verdict = float | Mapping[str, Any]
 """A finite number, or a mapping whose "score" is one; further numbers in it are reported beside the term."""
 
-Verifier = Callable[[Check], Verdict]
+Verifier = Callable[[VerifierInput], Verdict]
 
 
 def _exact(term: RewardTerm) -> Verifier:
@@ -49,7 +49,7 @@ def _exact(term: RewardTerm) -> Verifier:
 def _prefix(term: RewardTerm) -> Verifier:
     """Share of the ground truth's character positions that the response has right. A dense signal for models that start from nothing."""
 
-    def verify(check: Check) -> float:
+    def verify(check: VerifierInput) -> float:
         """In [0, 1]; text beyond the ground truth's length neither adds nor takes."""
         if not check.ground_truth:
             raise ValueError("the ground truth is empty: it has no positions to compare")
@@ -78,7 +78,7 @@ def _math(term: RewardTerm) -> Verifier:
     # It warns once per process that its time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-    def check_answer(check: Check) -> float:
+    def check_answer(check: VerifierInput) -> float:
         truth = check.ground_truth
         is_delimited = any(mark in truth for mark in _MATH_DELIMITERS)
         wanted = parse(truth if is_delimited else f"\\boxed{{{truth}}}", parsing_timeout=None)
@@ -88,7 +88,7 @@ def _math(term: RewardTerm) -> Verifier:
         return float(verify(wanted, said, timeout_seconds=None))
 
     # The parsers are built on first use, which takes longer than a check may.
-    check_answer(Check(text="$x^2$", data_source="", ground_truth="(x)^2", extra_info={}))
+    check_answer(VerifierInput(text="$x^2$", data_source="", ground_truth="(x)^2", extra_info={}))
     return check_answer
 
 
@@ -108,7 +108,7 @@ def _gym(term: RewardTerm) -> Verifier:
         # Some scorers read the task's settings. One entry is all that is generated.
         return reasoning_gym.create_dataset(name, **json.loads(args) | {"size": 1})
 
-    def verify(check: Check) -> float:
+    def verify(check: VerifierInput) -> float:
         if "entry" not in check.extra_info:
             raise ValueError("extra_info has no reasoning-gym entry: this term is for data.kind=gym")
         entry = check.extra_info["entry"]
@@ -132,7 +132,7 @@ def _function(term: RewardTerm) -> Verifier:
     module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     function = getattr(module, name)
 
-    def verify(check: Check) -> Verdict:
+    def verify(check: VerifierInput) -> Verdict:
         given = (check.data_source, check.text, check.ground_truth, check.extra_info)
         return function(**dict(zip(FUNCTION_ARGUMENTS, given, strict=True)))
 

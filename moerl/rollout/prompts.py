@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from moerl.config.schema.data_config import DataConfig
 from moerl.models.plain_tokenizer import Tokenizer
-from moerl.rollout.datasets.rows import Complaints, Dataset, Row
+from moerl.rollout.datasets.dataset import Complaints, Dataset, Row
 from moerl.types.errors import ConfigError, DataError, Problem
 from moerl.types.groups import Prompt
 

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.algorithms.mini_batch_loss import Loss
-from moerl.train.batching.micro_batch_plan import Balance, Bins, Planner
+from moerl.train.batching.micro_batch_plan import Balance, Bins, MicroBatchPlanner
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack, unpack_scores
 from moerl.train.batching.rank_share import Share
 from moerl.train.batching.token_costs import attention_tokens
@@ -50,7 +50,7 @@ class TrainStep:
 
     def __init__(self, model: Model, optimizer: Any, settings: EngineSettings):
         self.model, self.optimizer = model, optimizer
-        self.planner = Planner.of(settings.train, attention_tokens(model.config, model.vocab_size))
+        self.planner = MicroBatchPlanner.of(settings.train, attention_tokens(model.config, model.vocab_size))
         self.kept_routes = KeptRoutes()
         self._train, self._temperature = settings.train, settings.temperature
         self._mismatch_limit = settings.mismatch_limit

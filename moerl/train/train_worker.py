@@ -30,7 +30,7 @@ from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hangs.watched import ProcessId
 from moerl.hardware.cpu_binding import bind_near
 from moerl.hardware.network_settings import find_settings, variables
-from moerl.train.batching.micro_batch_plan import Planner
+from moerl.train.batching.micro_batch_plan import MicroBatchPlanner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
 from moerl.train.loss.value_loss_settings import ValueLossSettings
@@ -163,7 +163,7 @@ class TrainWorker:
 
         return parallel_state.get_data_parallel_rank()
 
-    def planner(self, model: str) -> Planner:
+    def planner(self, model: str) -> MicroBatchPlanner:
         return self._of(model).step.planner
 
     def logprobs(self, batch: Batch, model: str, records_routes: bool) -> InStore[np.ndarray] | None:

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from moerl.config.schema.data_config import FileData, GymData, TinyData
-from moerl.rewards.verifiers import VERIFIERS, Check
+from moerl.rewards.verifiers import VERIFIERS, VerifierInput
+from moerl.rollout.datasets.dataset import Dataset
 from moerl.rollout.datasets.load_dataset import check_data, load_dataset
-from moerl.rollout.datasets.rows import Dataset
 from moerl.types.errors import DataError
 
 
@@ -146,7 +146,7 @@ def test_gym_rows_carry_what_their_scorer_needs():
     assert len(dataset) == 3
     for i in range(3):
         row = dataset[i]
-        check = Check(text=row.ground_truth, data_source=row.data_source, ground_truth=row.ground_truth, extra_info=row.extra_info)
+        check = VerifierInput(text=row.ground_truth, data_source=row.data_source, ground_truth=row.ground_truth, extra_info=row.extra_info)
         assert VERIFIERS["gym"](None)(check) == 1.0
 
 

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.schema.data_config import RewardTerm
-from moerl.rewards.verifiers import VERIFIERS, Check, Verdict
+from moerl.rewards.verifiers import VERIFIERS, Verdict, VerifierInput
 
 
 def judge(kind: str, text: str, ground_truth: str = "", extra_info: dict | None = None, **term: str) -> Verdict:
-    check = Check(text=text, data_source="test", ground_truth=ground_truth, extra_info=extra_info if extra_info is not None else {})
+    check = VerifierInput(text=text, data_source="test", ground_truth=ground_truth, extra_info=extra_info if extra_info is not None else {})
     return VERIFIERS[kind](RewardTerm(kind=kind, **term))(check)
 
 

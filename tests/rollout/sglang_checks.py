@@ -30,7 +30,7 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.fp8_blocks import dequantized, quantized
 from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
-from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_memory
+from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_weight_memory
 from moerl.rollout.engines.sglang.sglang_core import file_of_loads
 
 BLOCK = [128, 128]
@@ -124,11 +124,11 @@ def check_weights_that_were_dropped_come_again_and_what_else_was_made_with_them_
             cache = torch.ones(4)
         with saver.region("weights", enable_cpu_backup=True):
             draft = torch.ones(4)
-    made = list(sglang_memory.of_weights(torch.device("cpu")))
+    made = list(sglang_weight_memory.of_weights(torch.device("cpu")))
     addresses = {each.data_ptr() for each in made}
     assert {outside.data_ptr(), cache.data_ptr(), draft.data_ptr()}.isdisjoint(addresses)
     assert {parameter.data_ptr() for parameter in model.parameters()} < addresses
-    unsent = UnsentTensors(made, [*model.parameters(), *sglang_memory.absorbed(model)])
+    unsent = UnsentTensors(made, [*model.parameters(), *sglang_weight_memory.absorbed(model)])
     for each in made:
         each.untyped_storage().fill_(255)
     unsent.restore()
@@ -190,7 +190,7 @@ def outcome(check):
 if __name__ == "__main__":
     sglang_cpu_fp8.prepare()
     sglang_fp8.prepare()
-    sglang_memory.prepare()
+    sglang_weight_memory.prepare()
     as_on_blackwell()
     checks = {name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")}
     print(json.dumps({name: outcome(check) for name, check in checks.items()}))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.train.batching.micro_batch_plan import Planner, split_mini_batches
+from moerl.train.batching.micro_batch_plan import MicroBatchPlanner, split_mini_batches
 from moerl.train.batching.rank_share import Share, shares
 from moerl.train.loss.batch_loss import Denominators
 from moerl.types.batch import StoredBatch
@@ -58,7 +58,7 @@ def test_a_payload_is_whole_however_it_was_packed():
 
 
 def planner(num_ranks):
-    return Planner(
+    return MicroBatchPlanner(
         num_ranks=num_ranks, token_budget=64, token_multiple=1, attention_tokens=100.0, sequence_multiple=1, count_multiple=1,
         waits_in_rounds=False,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moerl.config.schema.data_config import FileData
-from moerl.rollout.datasets.rows import Complaints, Row
+from moerl.rollout.datasets.dataset import Complaints, Row
 from moerl.types.errors import Problem, can_be
 from moerl.types.json_text import parse_json
 

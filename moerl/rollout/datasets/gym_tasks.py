@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from moerl.config.schema.data_config import GymData
-from moerl.rollout.datasets.rows import Row
+from moerl.rollout.datasets.dataset import Row
 from moerl.types.errors import Problem
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from moerl.config.schema.data_config import DataConfig, TinyData
 from moerl.rollout.datasets import files, gym_tasks
-from moerl.rollout.datasets.rows import Dataset, Row
+from moerl.rollout.datasets.dataset import Dataset, Row
 from moerl.types.errors import Problem
 
 _REPEATS = 8

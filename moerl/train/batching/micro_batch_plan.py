@@ -118,7 +118,7 @@ def plan_micro_batches(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planner:
+class MicroBatchPlanner:
     """`plan_micro_batches` with everything but the lengths: driver and ranks make the same plan."""
 
     num_ranks: int
@@ -130,7 +130,7 @@ class Planner:
     waits_in_rounds: bool
 
     @classmethod
-    def of(cls, train: TrainConfig, attention_tokens: float) -> "Planner":
+    def of(cls, train: TrainConfig, attention_tokens: float) -> "MicroBatchPlanner":
         return cls(
             num_ranks=train.layout.dp,
             token_budget=train.micro_batch_tokens,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.train.batching.micro_batch_plan import Bins, Planner
+from moerl.train.batching.micro_batch_plan import Bins, MicroBatchPlanner
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.types.batch import Batch, StoredBatch, TrainBatch
 
 
-def shares(batch: StoredBatch, planner: Planner, num_updates: int) -> list[StoredBatch]:
+def shares(batch: StoredBatch, planner: MicroBatchPlanner, num_updates: int) -> list[StoredBatch]:
     """Batch for each data-parallel rank with the payloads of its sequences, if it is processed in `num_updates` mini-batches."""
     plan = planner.plan_step(batch.lengths, num_updates)
     return [batch.share({member for members in bins for member in members}) for bins in plan]

@@ -15,7 +15,7 @@ from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
-from moerl.rollout.engines.sglang import sglang_fp8, sglang_memory
+from moerl.rollout.engines.sglang import sglang_fp8, sglang_weight_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
 from moerl.weights.receiver_protocol import Loader
@@ -54,7 +54,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
     deepseek_weight_loader.should_async_load = _in_this_thread
     sglang_fp8.prepare()
-    sglang_memory.prepare()
+    sglang_weight_memory.prepare()
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
 
@@ -194,9 +194,9 @@ class _Model:
     def sleep(self) -> None:
         """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
         sent: list[torch.Tensor] = [parameter for _, parameter in self.parameters()]
-        sent += [tensor for module in self._modules.values() for tensor in sglang_memory.absorbed(module)]
+        sent += [tensor for module in self._modules.values() for tensor in sglang_weight_memory.absorbed(module)]
         on_cpu = self._device.type == "cpu"
-        self._away = DroppedWeights(sent) if on_cpu else UnsentTensors(sglang_memory.of_weights(self._device), sent)
+        self._away = DroppedWeights(sent) if on_cpu else UnsentTensors(sglang_weight_memory.of_weights(self._device), sent)
 
     def wake(self) -> None:
         """It is there again."""

@@ -23,7 +23,7 @@ from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
 from moerl.rollout.engines.process_push import run_step
-from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_memory, vllm_sampling
+from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling, vllm_weight_memory
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
@@ -57,9 +57,9 @@ class WorkerExtension:
     def before_sleep(self, drafts_come: bool) -> None:
         """Weights are about to be dropped; the drafting layer's only if the push brings them."""
         draft = self.get_draft_model() if drafts_come else None
-        sent = list(vllm_memory.sent(filter(None, (self.get_model(), draft))))
+        sent = list(vllm_weight_memory.sent(filter(None, (self.get_model(), draft))))
         has_gpu = torch.cuda.is_available()
-        self._away = UnsentTensors(vllm_memory.in_weights_memory(live_tensors()), sent) if has_gpu else DroppedWeights(sent)
+        self._away = UnsentTensors(vllm_weight_memory.in_weights_memory(live_tensors()), sent) if has_gpu else DroppedWeights(sent)
 
     def after_sleep(self) -> None:
         """Their memory is there again."""

@@ -37,11 +37,11 @@ class Failure:
 
 
 @dataclass(eq=False, slots=True)
-class PendingCheck:
+class PendingVerdict:
     """One check, and who waits for it."""
 
     body: bytes
-    """A pickled Check."""
+    """A pickled VerifierInput."""
     outcome: asyncio.Future[Answers | Failure]
     found: Answers = field(default_factory=dict)
     term: str = ""
@@ -66,7 +66,7 @@ class PendingCheck:
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
-class CheckRunner:
+class VerifierRunner:
     def __init__(self, config: RewardConfig, levels: Mapping[Isolation, Mapping[str, RewardTerm]], memory_bytes: int):
         """`levels`: the terms by name of each level of isolation. `memory_bytes`: as RewardPool."""
         self.workers: dict[Isolation, WorkerProcess] = {}
@@ -82,16 +82,16 @@ class CheckRunner:
     async def close(self) -> None:
         await asyncio.gather(*map(self._kill, list(self.workers)))
 
-    async def run(self, message: Sequence[PendingCheck]) -> None:
+    async def run(self, message: Sequence[PendingVerdict]) -> None:
         """Settles each of them."""
         for level in self._levels:
             message = await self._pass(level, message)
         for asked in message:
             asked.settle(asked.found)
 
-    async def _pass(self, level: Isolation, message: Sequence[PendingCheck]) -> list[PendingCheck]:
+    async def _pass(self, level: Isolation, message: Sequence[PendingVerdict]) -> list[PendingVerdict]:
         """Those that passed all terms of the level, in order; the others are settled."""
-        passed: list[PendingCheck] = []
+        passed: list[PendingVerdict] = []
         left, together = list(message), True
         while left := [asked for asked in left if not asked.outcome.done()]:
             turn = left if together else left[:1]
@@ -115,7 +115,7 @@ class CheckRunner:
                 await self._kill(level)  # what it does yet is nobody else's
         return passed
 
-    async def _turn(self, level: Isolation, turn: Sequence[PendingCheck]) -> tuple[list[tuple[Answers, float]], Exception | None]:
+    async def _turn(self, level: Isolation, turn: Sequence[PendingVerdict]) -> tuple[list[tuple[Answers, float]], Exception | None]:
         """Answers to the first checks of the turn with the seconds that each took, and why there are no more; None if these are all."""
         terms = list(self._levels[level])
         given: list[tuple[Answers, float]] = []
@@ -133,7 +133,7 @@ class CheckRunner:
             return given, error
         return given, None
 
-    async def _answers(self, worker: WorkerProcess, asked: PendingCheck, number: str, terms: Sequence[str]) -> tuple[Answers, float]:
+    async def _answers(self, worker: WorkerProcess, asked: PendingVerdict, number: str, terms: Sequence[str]) -> tuple[Answers, float]:
         answers: Answers = {}
         began = asyncio.get_running_loop().time()
         asked.deadline = asyncio.timeout(self._config.timeout_seconds - asked.spent)
@@ -147,7 +147,7 @@ class CheckRunner:
             asked.deadline = None
         return answers, asyncio.get_running_loop().time() - began
 
-    async def _judge(self, level: Isolation, asked: PendingCheck, error: Exception, *, was_alone: bool) -> Failure | None:
+    async def _judge(self, level: Isolation, asked: PendingVerdict, error: Exception, *, was_alone: bool) -> Failure | None:
         """Kills the worker, whatever the error. None if the check that was under way, or next, is to run again."""
         status = await self._kill(level)
         had_too_many = status == TOO_MANY_TASKS
