@@ -88,6 +88,11 @@ class Kernels:
         del gathered
         return 0.0 if is_shared and not self.copies else local * self._linear
 
+    def rotary(self, fields: Mapping[str, Any], tokens: Tokens, channels: int) -> float:
+        """Cosines and sines, for queries and for keys, as they are without a kernel (models/common/embeddings/rope_utils.py)."""
+        del fields
+        return 4 * tokens.sequence * channels * self.wide
+
     def attention(
         self, tokens: Tokens, heads: float, groups: float, key: int, value: int, up: frozenset[RecomputeModule], *, padding: int = 0
     ) -> Iterator[Term]:
@@ -162,17 +167,12 @@ def _attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernel
     elif fields.get("qk_layernorm"):
         yield kernels.norm("attention", tokens.sequence * heads, channels)
         yield kernels.norm("attention", tokens.sequence * groups, channels)
-    yield Term("attention", _rotary(tokens, round(channels * fields.get("rotary_percent", 1.0)), kernels))
+    yield Term("attention", kernels.rotary(fields, tokens, round(channels * fields.get("rotary_percent", 1.0))))
     yield from kernels.attention(tokens, heads, groups, channels, channels, frozenset())
     output = tokens.sequence * heads * channels
     if fields.get("attention_output_gate"):  # output, gate, and its sigmoid in float32 (attention.py, _apply_output_gate)
         yield Term("attention", output * (2 * kernels.wide + 4))
     yield Term("attention", kernels.attention_output(output))
-
-
-def _rotary(tokens: Tokens, channels: int, kernels: Kernels) -> float:
-    """Cosines and sines, for queries and for keys (models/common/embeddings/rope_utils.py, unfused)."""
-    return 4 * tokens.sequence * channels * kernels.wide
 
 
 def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
@@ -190,7 +190,7 @@ def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens,
             yield kernels.norm("attention", tokens.hidden, width, up)
             yield Term("attention", kernels.linear(tokens.hidden * width, tokens.sequence * width), up)
     # In its place the channels of keys that are rotated, which all heads share.
-    yield Term("attention", _rotary(tokens, rotary, kernels), up, tokens.sequence * rotary * kernels.wide)
+    yield Term("attention", kernels.rotary(fields, tokens, rotary), up, tokens.sequence * rotary * kernels.wide)
     # Packed values get as many channels as keys have (_prepare_mla_core_attention_value).
     padding = max(plain + rotary - value, 0) if kernels.megatron >= (0, 18) else 0
     yield from kernels.attention(tokens, heads, heads, plain + rotary, value, up, padding=padding)
@@ -209,7 +209,7 @@ def _sparse_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens,
     for width in (rank, latent):
         yield kernels.norm("attention", tokens.hidden, width)
         yield Term("attention", tokens.hidden * width * kernels.wide)
-    yield Term("attention", _rotary(tokens, rotary, kernels) + tokens.sequence * heads * (plain + rotary) * kernels.wide, up)
+    yield Term("attention", kernels.rotary(fields, tokens, rotary) + tokens.sequence * heads * (plain + rotary) * kernels.wide, up)
     yield Term("attention", tokens.sequence * (heads + 1) * (latent + rotary) * kernels.wide, up)
     chosen = min(fields["dsa_indexer_topk"], tokens.sequence * layout.cp)
     core = tokens.sequence * (heads * latent * kernels.wide + chosen * 8)

@@ -140,3 +140,27 @@ def attend_over_ranks(bounds: list[int], heads: int, groups: int, channels: int,
     parts = run([tensor[mine] for tensor in qkv], weight[mine], dist.group.WORLD)
     names = ("out", "query", "key", "value")
     return {name: float((a - b).abs().max()) for name, a, b in zip(names, whole, parts, strict=True)}
+
+
+def grouped_products(sizes: list[int], has_bias: bool) -> dict[str, float]:
+    """Largest differences of output and gradients between experts in one layer and each of them alone."""
+    import transformer_engine.pytorch as te
+
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(sum(sizes), width, generator=generator, dtype=torch.float64) for width in (6, 4))
+    layer = te.GroupedLinear(len(sizes), 6, 4, bias=has_bias, params_dtype=torch.float64, init_method=torch.nn.init.normal_)
+    mine, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
+    parameters = [*layer.parameters()]
+    weights, biases = ([getattr(layer, f"{kind}{i}") for i in range(len(sizes))] if kind == "weight" or has_bias else None
+                       for kind in ("weight", "bias"))  # fmt: skip
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.normal_(generator=generator)
+    parts = [
+        torch.nn.functional.linear(rows, weights[i], None if biases is None else biases[i]) for i, rows in enumerate(alone.split(sizes))
+    ]
+    wanted = [torch.cat(parts), *torch.autograd.grad(torch.cat(parts), [alone, *parameters], grad)]
+    found = layer(mine, torch.tensor(sizes))
+    found = [found, *torch.autograd.grad(found, [mine, *parameters], grad)]
+    names = ["y", "x", *(name for name, _ in layer.named_parameters())]
+    return {name: float((a - b).abs().max()) for name, a, b in zip(names, found, wanted, strict=True)}

@@ -1,16 +1,17 @@
-"""The plain reference of Transformer Engine: attention, norms and Adam against PyTorch's own."""
+"""The plain reference of Transformer Engine: attention, rotary positions, experts, norms and Adam against PyTorch's own."""
 
 import importlib.util
 import math
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from patch_jobs import attend_over_ranks
+from patch_jobs import attend_over_ranks, grouped_products
 from torch.nn import functional
 
 import megatron_patches
@@ -20,13 +21,13 @@ CLASSES = Path(megatron_patches.__file__).parent / "reference" / "transformer_en
 
 def load(name):
     """One file of the reference, without making it importable as transformer_engine."""
-    spec = importlib.util.spec_from_file_location(f"reference_{name}", CLASSES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"reference_{Path(name).stem}", CLASSES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-attention, norm, optimizers = load("attention"), load("norm"), load("optimizers")
+attention, rope, norm, optimizers = load("attention/__init__"), load("attention/rope"), load("norm"), load("optimizers")
 
 
 def random_tensors(*shapes):
@@ -141,6 +142,56 @@ def test_a_window_beside_a_mask_of_its_own_is_an_error(kind):
     q, k, v = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
     with pytest.raises(RuntimeError, match="not in the reference"):
         attention.DotProductAttention(2, 8, 2, window_size=(1, 0))(q, k, v, torch.zeros(1, 1, 4, 4, dtype=torch.bool), "sbhd", kind)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_experts_in_one_layer_equal_each_alone_also_one_without_tokens(has_bias):
+    differences = run_ranks(grouped_products, 1, [3, 0, 5], has_bias)
+    assert len(differences) == 2 + 3 * (1 + has_bias)
+    assert max(differences.values()) < 1e-12
+
+
+@given(
+    chunks=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+    ranks=st.sampled_from([1, 2, 3]),
+    rotated=st.sampled_from([2, 4, 6]),
+)
+def test_a_rotation_equals_complex_numbers_sequence_by_sequence_forward_and_backward(chunks, heads, ranks, rotated):
+    """Halves as real and imaginary parts, of packed sequences cut over context-parallel ranks; the rest of a head stays as it is."""
+    bounds = [0, *accumulate(2 * ranks * chunk for chunk in chunks)]
+    t, weight = random_tensors((bounds[-1], heads, 6), (bounds[-1], heads, 6))
+    angles = torch.arange(max(np.diff(bounds)))[:, None] * 0.7 ** torch.arange(rotated // 2)
+    position = torch.cat([torch.arange(end - start) for start, end in pairwise(bounds)])
+    halves = torch.complex(t[..., : rotated // 2], t[..., rotated // 2 : rotated])
+    turned = halves * torch.polar(torch.ones(()), angles[position])[:, None].to(torch.complex128)
+    wanted = torch.cat([turned.real, turned.imag, t[..., rotated:]], dim=-1)
+    (of_whole,) = torch.autograd.grad((wanted * weight).sum(), t)
+    freqs = torch.cat([angles, angles], dim=-1)[:, None, None]
+    for rank in range(ranks):
+        mine = attention.zigzag(bounds, rank, ranks)
+        part = t[mine].detach().requires_grad_()
+        found = rope.apply_rotary_pos_emb(part, freqs, "thd", fused=True, cu_seqlens=torch.tensor(bounds), cp_size=ranks, cp_rank=rank)
+        (gradient,) = torch.autograd.grad((found * weight[mine]).sum(), part)
+        # Angles are float32.
+        torch.testing.assert_close(found, wanted[mine], rtol=0, atol=1e-6)
+        torch.testing.assert_close(gradient, of_whole[mine], rtol=0, atol=1e-6)
+
+
+def test_a_rotation_of_padded_sequences_is_that_of_packed_ones_and_keeps_its_type():
+    (t,) = random_tensors((5, 2, 3, 8))
+    t = t.detach().to(torch.bfloat16)
+    freqs = torch.arange(5.0)[:, None, None, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    padded = rope.apply_rotary_pos_emb(t, freqs, "sbhd", fused=True)
+    packed = rope.apply_rotary_pos_emb(t.transpose(0, 1).flatten(0, 1), freqs, "thd", fused=True, cu_seqlens=torch.tensor([0, 5, 10]))
+    assert padded.dtype == torch.bfloat16
+    assert padded.transpose(0, 1).flatten(0, 1).equal(packed)
+
+
+@pytest.mark.parametrize("option", [{"interleaved": True}, {"start_positions": torch.zeros(1)}, {"tensor_format": "bshd"}])
+def test_a_rotation_that_the_reference_lacks_is_an_error(option):
+    with pytest.raises(RuntimeError, match="need Transformer Engine on a GPU"):
+        rope.apply_rotary_pos_emb(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), **option)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

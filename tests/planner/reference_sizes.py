@@ -28,8 +28,8 @@ class ReferenceKernels(Kernels):
         is_fused, is_cut = key == value, self._layout.cp > 1
         width = wide if is_fused else self._computed
         size = rows * heads * key * width + keys * groups * (key + value) * width + rows * 16
-        if is_fused:
-            size += rows * heads * (value * wide + 4)
+        if is_fused:  # its output is the projection's input, unless it is put together from sequences
+            size += rows * heads * (4 + (value * wide if is_cut else 0))
         if is_cut or not is_fused:  # a mask, or scores, of each sequence
             size += rows * (keys // self._num_sequences) * (wide if is_fused else heads * width)
         yield Term("attention", size, frozenset({"core_attn"}))
@@ -38,6 +38,10 @@ class ReferenceKernels(Kernels):
             is_wide = is_fused and not padding
             inputs = 2 * heads * key + groups * (2 * key + unpadded) if is_wide else heads * (2 * key + unpadded)
             yield Term("attention", rows * inputs * wide)
+
+    def rotary(self, fields, tokens: Tokens, channels) -> float:
+        """None of its own (attention/rope.py), but in latent attention, which Megatron turns itself."""
+        return super().rotary(fields, tokens, channels) if fields.get("multi_latent_attention") else 0.0
 
     def attention_output(self, size: float) -> float:
         return size * self.wide

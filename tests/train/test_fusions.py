@@ -48,10 +48,12 @@ def test_what_a_kernel_would_compute_otherwise_turns_it_off(model, off):
     assert on(ALL, **model) == EVERY - off
 
 
-def test_what_is_not_installed_is_off_and_on_a_cpu_everything_is():
+def test_what_is_not_installed_is_off_and_on_a_cpu_all_but_the_positions_of_the_reference():
     bare = FusedKernels(on_gpu=True, has_rope=False, has_permutation=False, has_gradient_accumulation=False)
     assert on(bare) == {"bias_activation_fusion"}
-    assert on(FusedKernels(on_gpu=False, has_rope=True, has_permutation=True, has_gradient_accumulation=True)) == set()
+    cpu = FusedKernels(on_gpu=False, has_rope=True, has_permutation=True, has_gradient_accumulation=True)
+    assert on(cpu) == on(cpu, params_dtype=torch.float64) == {"apply_rope_fusion"}
+    assert on(cpu, multi_latent_attention=True) == on(cpu, rotary_interleaved=True) == set()
 
 
 def test_a_log_names_each_with_its_reason_and_who_overrode_it():

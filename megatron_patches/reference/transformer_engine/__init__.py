@@ -10,7 +10,7 @@ from transformer_engine import common, pytorch
 __version__ = "2.8.0"
 """What Megatron's version gates see. Blockwise scaling needs 2.3, recomputation of single modules under FP8 2.6, sinks 2.8
 (megatron/core/fp8_utils.py, transformer_config.py, extensions/transformer_engine.py). They also open options of the layers
-(delay_wgrad_compute, symmetric_ar_type), which their constructors refuse, fused routers (pytorch/router.py), FP4, and imports of
-modules that are not here (attention.rope, cpu_offload), which Megatron does without."""
+(delay_wgrad_compute, symmetric_ar_type), which their constructors refuse, fused routers (pytorch/router.py), FP4, and an import of
+what is not here (cpu_offload), which Megatron does without."""
 
 __all__ = ["common", "pytorch"]

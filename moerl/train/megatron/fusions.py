@@ -31,7 +31,7 @@ class FusedKernels:
     """Fused kernels that this process can run."""
 
     on_gpu: bool
-    """With Transformer Engine, not its reference."""
+    """With Transformer Engine, not its reference, which has rotary positions alone."""
     has_rope: bool
     has_permutation: bool
     has_gradient_accumulation: bool
@@ -94,7 +94,8 @@ def fusions(kernels: FusedKernels, model: Mapping[str, Any]) -> Fusions:
         "moe_router_fusion": "experts must be those that servers choose, and the fused router takes no routes (train.router_replay)",
         "masked_softmax_fusion": "attention of packed sequences has no masked softmax",
     }
-    return Fusions({field: found[field] if found[field] in _WRONG else everywhere or found[field] for field in FIELDS})
+    of_reference = () if kernels.on_gpu else ("apply_rope_fusion",)
+    return Fusions({field: why if why in _WRONG or field in of_reference else everywhere or why for field, why in found.items()})
 
 
 def _swiglu(model: Mapping[str, Any]) -> str:

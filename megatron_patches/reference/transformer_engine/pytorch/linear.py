@@ -207,11 +207,37 @@ class GroupedLinear(_TensorParallel):
     def forward(self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         sizes = m_splits.tolist() if torch.is_tensor(m_splits) else [int(size) for size in m_splits]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         chosen = self._quantizers()
-        pieces = []
-        for i, part in enumerate(torch.split(self._watched(x), sizes)):
-            weight = getattr(self, f"weight{i}")
-            y = functional.linear(part, weight) if chosen is None else quantized_linear(part, weight, chosen[i])
-            pieces.append(y if biases is None or self.return_bias else y + biases[i])
-        y = torch.cat(pieces)
+        if chosen is None:
+            y = _GroupedProduct.apply(x, sizes, *weights)
+        else:
+            parts = torch.split(self._watched(x), sizes)
+            y = torch.cat([quantized_linear(*each) for each in zip(parts, weights, chosen, strict=True)])
+        if biases is not None and not self.return_bias:
+            y = y + torch.cat([bias.expand(size, -1) for bias, size in zip(biases, sizes, strict=True)])
         return (y, biases) if self.return_bias else y
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """x W^T of each expert's rows with its weight, written where the next layer reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], *weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.sizes = sizes
+        ctx.save_for_backward(x, *weights)
+        y = x.new_empty(x.shape[0], weights[0].shape[0])
+        for rows, part, weight in zip(x.split(sizes), y.split(sizes), weights, strict=True):
+            torch.mm(rows, weight.t(), out=part)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        grads, needs = grad.split(ctx.sizes), ctx.needs_input_grad[2:]
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        if grad_x is not None:
+            for of_rows, part, weight in zip(grads, grad_x.split(ctx.sizes), weights, strict=True):
+                torch.mm(of_rows, weight, out=part)
+        of_weights = [g.t() @ rows if need else None for g, rows, need in zip(grads, x.split(ctx.sizes), needs, strict=True)]
+        return grad_x, None, *of_weights

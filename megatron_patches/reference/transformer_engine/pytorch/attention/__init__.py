@@ -85,6 +85,11 @@ class DotProductAttention(nn.Module):
         starts_of: dict[int, list[int]] = {}
         for start, end in pairwise(bounds):
             starts_of.setdefault(end - start, []).append(start)
+        if len(starts_of) == 1:  # they follow each other: nothing is to be brought together
+            (length,) = starts_of
+            # What is kept is no more than this: a value may be part of the projection of all three.
+            out = self._attend(*(t.contiguous().unflatten(0, (-1, length)).transpose(1, 2) for t in (q, k, v)), None, causal)
+            return out.transpose(1, 2).flatten(0, 1).flatten(1)
         rows = torch.cat([(torch.tensor(s)[:, None] + torch.arange(length)).view(-1) for length, s in starts_of.items()]).to(q.device)
         places = torch.argsort(rows)
         sizes = [length * len(starts) for length, starts in starts_of.items()]
