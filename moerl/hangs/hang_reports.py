@@ -84,7 +84,7 @@ class HangReports:
                 break
         directory.mkdir(parents=True)
         path = directory / "report.txt"
-        path.write_text(text + "\n")
+        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
         return path
 
 

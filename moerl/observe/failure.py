@@ -28,7 +28,7 @@ def write_failure(run_dir: Path, error: BaseException, *, phase: str | None, ver
     chain = "".join(traceback.format_exception(error))
     whole = [*_message(error), *lines, "", *([origin.details, ""] if origin.details else []), "== the failure as the driver saw it", chain]
     try:
-        path.write_text("\n".join(whole))
+        path.write_text("\n".join(whole), encoding="utf-8", errors="backslashreplace")
     except OSError as unwritten:  # a full disk, say, which may be no part of the cause
         return "\n".join([*lines, f"the failure report could not be written: {unwritten}"])
     return "\n".join([*lines, f"more: {path}"])

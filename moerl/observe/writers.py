@@ -47,7 +47,7 @@ class JsonlWriter:
 
     def _reopen(self, records: list[dict[str, Any]]) -> None:
         replace_records(self.path, records)
-        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 class TensorBoardWriter:

@@ -23,6 +23,8 @@ MEMORY_BYTES = 4 * 2**30
 """Bytes that the checks of one worker may allocate, beyond what its verifiers' packages take."""
 MESSAGE_CHECKS = 16
 """Checks of a message, at most: what one that hangs holds up."""
+MOST_PARTS = 256
+"""Numbers that verifiers report beside their scores, by name, in a run."""
 _MESSAGE_BYTES = 2**16
 """Bytes of a message of several: a socket takes them at once, so that nobody writes while nobody reads."""
 _MESSAGE_SECONDS = 0.005
@@ -43,6 +45,7 @@ class RewardPool:
         self._serving: list[asyncio.Task[None]] = []
         self._waiting: deque[PendingVerdict] = deque()
         self._has_waiting = asyncio.Event()
+        self._parts: set[str] = set()
         self._pace = _MESSAGE_SECONDS
         """Seconds of a check, lately."""
 
@@ -134,8 +137,16 @@ class RewardPool:
         for name, term in self._config.terms.items():
             reward += term.weight * found[name]["value"]
             parts[name] = found[name]["value"]
-            parts |= {f"{name}.{key}": value for key, value in found[name]["extra"].items()}
+            parts |= {path: value for key, value in found[name]["extra"].items() if self._is_reported(path := f"{name}.{key}")}
         return Score(reward=reward, parts=parts)
+
+    def _is_reported(self, part: str) -> bool:
+        """Whether a verifier's number has a metric: names that follow from responses could become as many as these."""
+        if part not in self._parts and len(self._parts) < MOST_PARTS:
+            self._parts.add(part)
+            if len(self._parts) == MOST_PARTS:
+                logger.warning("verifiers have named %d numbers beside their scores: others are left out", MOST_PARTS)
+        return part in self._parts
 
     def _failed(self, failure: Failure) -> Score:
         self.error_counts[failure.kind] += 1

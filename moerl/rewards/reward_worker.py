@@ -30,6 +30,8 @@ from moerl.rewards import worker_sandbox
 from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Verifier, VerifierInput
 
 _LONGEST_MESSAGE = 2000
+_LONGEST_NAME = 100
+"""Characters of a number beside the score."""
 _LENGTH = struct.Struct(">I")
 _NUMBER_BYTES = 32
 
@@ -64,12 +66,19 @@ def main() -> None:
     replies.send(number, refusal)
     if refusal:
         return
+    is_used = False
     while True:
         try:
             number, check = _next_request(requests)
         except EOFError:
             return
-        _run(verifiers, check, replies, number)
+        try:
+            _run(verifiers, check, replies, number)
+        except MemoryError as error:
+            if is_used:  # by what earlier checks left, perhaps: it runs again in a worker of its own
+                os._exit(1)
+            replies.send(number, {"kind": "raised", "error": _message(error)})
+        is_used = True
 
 
 def _next_request(requests: IO[bytes]) -> tuple[str, Any]:
@@ -162,9 +171,12 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _run(verifiers: Mapping[str, Verifier], check: VerifierInput, replies: _Replies, number: str) -> None:
+    """Raises MemoryError alone."""
     for verifier in verifiers.values():
         try:
             answer = _answer(verifier(check))
+        except MemoryError:
+            raise
         except BaseException as error:  # whatever a verifier raises marks this sample only
             answer = {"kind": "raised", "error": _message(error)}
         replies.send(number, answer)
@@ -179,7 +191,7 @@ def _answer(verdict: Any) -> dict[str, Any]:
         return {"kind": "not_a_number", "error": f'returned a mapping without "score": {_short(repr(verdict))}'}
     else:
         score = verdict["score"]
-        extra = {str(key): _number(value) for key, value in verdict.items() if key != "score"}
+        extra = {_printable(str(key))[:_LONGEST_NAME]: _number(value) for key, value in verdict.items() if key != "score"}
     value = _number(score)
     if value is None:
         return {"kind": "not_a_number", "error": f"returned {_short(repr(score))}, which is not a finite number"}
@@ -199,6 +211,11 @@ def _message(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     said = _short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
     return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
+
+
+def _printable(text: str) -> str:
+    """Halves of surrogate pairs, which JSON in a response can name, as their escapes: no file could hold them."""
+    return text.encode("utf-8", errors="backslashreplace").decode()
 
 
 def _short(text: str) -> str:

@@ -8,7 +8,8 @@ each in a worker of its own.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ class PendingVerdict:
 
     def give_up(self) -> None:
         """Nobody waits for it any more: if it runs, its time is over."""
-        if self.deadline is not None:
+        if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
 
@@ -123,7 +124,8 @@ class VerifierRunner:
             asked.term = terms[0]
         try:
             worker = self.workers.get(level) or await self._start_worker(level)
-            numbers = await worker.ask([asked.body for asked in turn])
+            async with self._within_deadline(turn[0]):  # a worker that reads nothing more would never be found out
+                numbers = await worker.ask([asked.body for asked in turn])
             for asked, number in zip(turn, numbers, strict=True):
                 answers = await self._answers(worker, asked, number, terms)
                 if asked is turn[-1]:
@@ -136,16 +138,21 @@ class VerifierRunner:
     async def _answers(self, worker: WorkerProcess, asked: PendingVerdict, number: str, terms: Sequence[str]) -> tuple[Answers, float]:
         answers: Answers = {}
         began = asyncio.get_running_loop().time()
+        async with self._within_deadline(asked):
+            for asked.term in terms:
+                answers[asked.term] = answer = await worker.answer(number)
+                if "error" in answer:
+                    break
+        return answers, asyncio.get_running_loop().time() - began
+
+    @asynccontextmanager
+    async def _within_deadline(self, asked: PendingVerdict) -> AsyncIterator[None]:
         asked.deadline = asyncio.timeout(self._config.timeout_seconds - asked.spent)
         try:
             async with asked.deadline:
-                for asked.term in terms:
-                    answers[asked.term] = answer = await worker.answer(number)
-                    if "error" in answer:
-                        break
+                yield
         finally:
             asked.deadline = None
-        return answers, asyncio.get_running_loop().time() - began
 
     async def _judge(self, level: Isolation, asked: PendingVerdict, error: Exception, *, was_alone: bool) -> Failure | None:
         """Kills the worker, whatever the error. None if the check that was under way, or next, is to run again."""

@@ -22,7 +22,8 @@ from moerl.rewards.gym_scorers import disarm_scorers
 
 FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's: f(data_source, solution_str, ground_truth, extra_info) -> float | dict. They are passed by name."""
-_MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
+_MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+"""A dollar sign after a backslash is money."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
@@ -70,8 +71,8 @@ def _format(term: RewardTerm) -> Verifier:
 def _math(term: RewardTerm) -> Verifier:
     """1 if math-verify finds the response's last answer equal to the ground truth, else 0.
 
-    A ground truth without math delimiters is read as LaTeX. math-verify's own time limits use signals and stop at C code, so they are
-    off: the pool's deadline ends a check.
+    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX. math-verify's own time limits use
+    signals and stop at C code, so they are off: the pool's deadline ends a check.
     """
     from math_verify import parse, verify
 
@@ -80,8 +81,8 @@ def _math(term: RewardTerm) -> Verifier:
 
     def check_answer(check: VerifierInput) -> float:
         truth = check.ground_truth
-        is_delimited = any(mark in truth for mark in _MATH_DELIMITERS)
-        wanted = parse(truth if is_delimited else f"\\boxed{{{truth}}}", parsing_timeout=None)
+        wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
+        wanted = wanted or parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
         if not wanted:
             raise ValueError(f"math-verify finds no answer in the ground truth {truth!r}")
         said = parse(check.text, parsing_timeout=None)

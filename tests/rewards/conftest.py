@@ -15,6 +15,21 @@ def length(data_source, solution_str, ground_truth, extra_info):
 def wide(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), **{f"number {i}": 0.5 for i in range(20000)}}
 
+kept = []
+
+def leak(data_source, solution_str, ground_truth, extra_info):
+    kept.append(bytearray(60 * 2**20))
+    return len(kept)
+
+def name(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.0, **{f"{solution_str} {i}": float(i) for i in range(200)}}
+
+def freeze(data_source, solution_str, ground_truth, extra_info):
+    import ctypes, threading
+    if solution_str == "freeze":  # a thread that keeps the interpreter, once the answer has left
+        threading.Thread(target=lambda: (time.sleep(0.3), ctypes.PyDLL(None).sleep(600)), daemon=True).start()
+    return 1.0
+
 def allocate(data_source, solution_str, ground_truth, extra_info):
     return len(bytearray(extra_info["num_bytes"]))
 

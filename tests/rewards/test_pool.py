@@ -14,6 +14,7 @@ import pytest
 
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
+from moerl.rewards.verifier_runner import PendingVerdict
 from moerl.types.errors import ConfigError
 from moerl.types.groups import Prompt, Score
 
@@ -129,6 +130,57 @@ def test_a_worker_may_allocate_what_the_pool_allows_and_no_more(functions):
     small, large, again = asyncio.run(main())
     assert small.reward == again.reward == 128 * 2**20
     assert large.error.startswith("reward.terms.own: MemoryError (at ")
+
+
+def test_a_leak_costs_a_worker_and_no_sample(functions):
+    """What earlier checks left is not the next one's: it runs again in a worker of its own."""
+    config = RewardConfig(terms={"own": RewardTerm(kind="function", path=f"{functions}:leak")})
+
+    async def main() -> list[Score]:
+        async with RewardPool(config, memory_bytes=256 * 2**20) as pool:
+            return [await pool.score(prompt(), "x") for _ in range(7)]
+
+    scores = asyncio.run(main())
+    assert [score.error for score in scores] == [None] * 7
+    assert 1 < max(score.reward for score in scores) < 7
+
+
+def test_a_worker_that_reads_no_more_costs_the_check_that_it_was_sent(functions):
+    """One of a megabyte, which no socket takes alone."""
+    config = RewardConfig(terms={"own": RewardTerm(kind="function", path=f"{functions}:freeze")}, timeout_seconds=2.0)
+
+    async def main() -> list[Score]:
+        async with RewardPool(config) as pool:
+            first = await pool.score(prompt(), "freeze")
+            await asyncio.sleep(1)
+            return [first, await pool.score(prompt(), "x" * 2**20), await pool.score(prompt(), "fine")]
+
+    first, sent, last = asyncio.run(main())
+    assert first.reward == last.reward == 1.0
+    assert sent.error == "reward.terms.own: not done after reward.timeout_seconds=2"
+
+
+def test_names_of_numbers_are_bounded_and_can_be_written(functions, caplog):
+    """They may come from responses, whose JSON can name half a character."""
+    config = RewardConfig(terms={"own": RewardTerm(kind="function", path=f"{functions}:name")})
+    scores, _ = score_all(config, "tool \ud83d", "other", "third")
+    assert [len(score.parts) for score in scores] == [201, 57, 1]
+    assert scores[0].parts["own.tool \\ud83d 7"] == 7.0
+    assert "verifiers have named 256 numbers" in caplog.text
+
+
+def test_whoever_waits_for_a_check_may_go_in_the_moment_of_its_deadline():
+    """Else a group that is put off would end the run."""
+
+    async def main() -> None:
+        asked = PendingVerdict(b"", asyncio.get_running_loop().create_future())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01) as asked.deadline:
+                asyncio.get_running_loop().call_at(asked.deadline.when(), asked.give_up)
+                await asyncio.sleep(10)
+        asked.give_up()
+
+    asyncio.run(main())
 
 
 def test_the_term_that_hangs_is_the_one_named(functions):
@@ -296,6 +348,7 @@ DRIVER = """
 import asyncio, sys
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
+from moerl.rewards.verifier_runner import PendingVerdict
 from moerl.types.groups import Prompt
 
 async def main():

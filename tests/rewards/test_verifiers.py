@@ -49,6 +49,10 @@ def test_format_matches_the_whole_response(text, value):
     ("ground_truth", "text", "value"),
     [
         ("72", "The answer is 72", 1.0),
+        ("\\$18.90", "\\boxed{\\$18.90}", 1.0),
+        ("\\text{\\$}36", "\\boxed{\\text{\\$}36}", 1.0),
+        ("\\$36", "\\boxed{\\$37}", 0.0),
+        ("5 dollars ($)", "\\boxed{5}", 1.0),
         ("72", "72 at first, but \\boxed{71}", 0.0),
         ("72", "no answer", 0.0),
         ("1/2", "so \\boxed{\\frac{2}{4}}", 1.0),
