@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,25 @@ def printed(tmp_path, text, process):
         assert process.poll() is None, said
         signal.sigtimedwait([], 0.01)
     raise AssertionError(said)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"\0\0\0", b"\0" * 7 + b"\x05{", b"\0" * 7 + b"\x02[}"], ids=["nothing", "half a size", "half", "no JSON"]
+)
+def test_a_request_that_is_not_whole_ends_nothing(sent, server, program, tmp_path):
+    """Of a client that was killed before it had said all."""
+    running = program("print('here', flush=True); time.sleep(600)")
+    printed(tmp_path, "here", running)
+    open_files = len(os.listdir(f"/proc/{server}/fd"))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect("\0" + os.environ[VARIABLE])
+        if sent:
+            socket.send_fds(client, [sent], [0, 1])
+    again = program("sys.exit(7)")
+    assert again.wait(SECONDS) == 7
+    assert running.poll() is None and len(os.listdir(f"/proc/{server}/fd")) == open_files
+    running.terminate()
+    assert running.wait(SECONDS) == -15
 
 
 ENDS = {

@@ -44,6 +44,22 @@ def test_messages_hold_all_in_order_and_no_more_than_a_server_takes(places, most
         assert len(prompts) == 1 or sum(map(len, prompts)) <= tokens
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=12), st.integers(1, 9))
+def test_messages_of_requests_that_go_on_are_cut_by_all_that_is_sent(places, tokens):
+    """What was drawn goes with the prompt, which no other request has then."""
+    requests, drawn = requests_of([place for place, _ in places]), [number for _, number in places]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "MAX_TOKENS", tokens)
+        found = list(messages_of(requests, drawn))
+    assert [request for message in found for request in message] == requests
+    left = list(drawn)
+    for message in found:
+        mine, left = left[: len(message)], left[len(message) :]
+        shared = {request.prompt_ids for request, number in zip(message, mine, strict=True) if not number}
+        sent = [len(request.prompt_ids) + number for request, number in zip(message, mine, strict=True) if number]
+        assert len(shared) + len(sent) == 1 or sum(map(len, shared)) + sum(sent) <= tokens
+
+
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_frames_come_out_whole_whatever_pieces_they_come_in(contents, random):
     order = list(range(len(contents)))

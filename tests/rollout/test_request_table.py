@@ -87,3 +87,28 @@ def test_requests_begin_in_the_order_they_came_in_but_those_that_go_first(run):
         assert core.begun == [3, 5, 1, 2, 4]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["running", "waiting"])
+def test_the_newer_of_two_requests_of_one_name_is_answered(run, runs):
+    """The older one has lost its connection, or whoever asked is about to drop it: the run must not end for it."""
+
+    async def scenario():
+        core = ToldCore()
+        state = ServerState(core, max_running=1, version=1)
+        if not runs:
+            await state.pause("keep")
+        older = ask(state, 1)
+        await turns()
+        newer = ask(state, 1)
+        await turns()
+        await state.resume()
+        await turns()
+        assert older.done() and not newer.done()
+        assert len(core.begun) == 1 + runs
+        core.end_all()
+        assert (await newer).token_ids == (1,)
+        health = await state.health()
+        assert (health.num_running, health.num_waiting) == (0, 0)
+
+    run(scenario())

@@ -238,11 +238,12 @@ class ForkServer:
                 return
             connection.settimeout(_REQUEST_SECONDS)
             request, files = receive_request(connection)
-            child = os.fork()
-            if child == 0:
-                become(request, files, os.getppid())
-            for file in files:
-                os.close(file)
+            try:
+                child = os.fork()
+                if child == 0:
+                    become(request, files, os.getppid())
+            finally:
+                _close(files)
             self._watch(child, connection)
             connection.sendall(b"%d\n" % child)
         except (OSError, ValueError) as error:
@@ -260,16 +261,26 @@ class ForkServer:
             connection.sendall(b"%d\n" % code)
 
 
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, files, _, _ = socket.recv_fds(connection, 8, 3)
-    (size,) = struct.unpack("!Q", head)
-    text = bytearray()
-    while len(text) < size:
-        part = connection.recv(min(size - len(text), 2**20))
-        if not part:
-            raise ValueError("a request that ends early")
-        text += part
-    request: dict[str, Any] = json.loads(text)
+    """ValueError for one that is not whole, OSError for one that does not come; no file of it stays open then."""
+    files: list[int] = []
+    try:
+        head, files, _, _ = socket.recv_fds(connection, 8, 3)
+        text = bytearray()
+        while len(head) == 8 and len(text) < (size := struct.unpack("!Q", head)[0]):
+            part = connection.recv(min(size - len(text), 2**20))
+            if not part:
+                break
+            text += part
+        request: dict[str, Any] = json.loads(text)  # of one that ends early there is none
+    except (OSError, ValueError):
+        _close(files)
+        raise
     return request, files
 
 

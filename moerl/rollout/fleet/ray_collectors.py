@@ -161,9 +161,11 @@ class RayCollectors:
             sorted(numbers, key=lambda number: id(home.waiting[number].engine)), lambda n: home.waiting[n].engine
         ):
             left = list(members)
-            for message in messages_of([home.waiting[number].request for number in left]):
+            before = {number: so_far for number in left if (so_far := home.waiting[number].so_far) is not None}
+            drawn = [before[number].num_tokens if number in before else 0 for number in left]
+            for message in messages_of([home.waiting[number].request for number in left], drawn):
                 sent, left = left[: len(message)], left[len(message) :]
-                so_far = {number: before for number in sent if (before := home.waiting[number].so_far) is not None}
+                so_far = {number: before[number] for number in sent if number in before}
                 # Ray serializes argument by argument with cloudpickle, which costs more than the call.
                 submitted = pickle.dumps((engine.url, engine.name, sent, dump_requests(message)))
                 submit.remote(self._stored_intake, submitted, so_far)

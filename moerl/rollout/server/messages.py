@@ -72,18 +72,21 @@ def parse_requests(content: bytes) -> tuple[GenerateRequest, ...]:
     )
 
 
-def messages_of(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
-    """In order, as many in each as a server takes."""
+def messages_of(requests: Sequence[GenerateRequest], num_drawn: Sequence[int] = ()) -> Iterator[list[GenerateRequest]]:
+    """In order, as many in each as a server takes. `num_drawn`: tokens that each has already, which go with its prompt, so that no other
+    shares it; without: none."""
     message: list[GenerateRequest] = []
     num_tokens, seen = 0, set[int]()
-    for request in requests:
-        more = 0 if id(request.prompt_ids) in seen else len(request.prompt_ids)
+    for request, drawn in zip(requests, num_drawn or [0] * len(requests), strict=True):
+        whole = len(request.prompt_ids) + drawn
+        more = 0 if not drawn and id(request.prompt_ids) in seen else whole
         if message and (len(message) == MAX_REQUESTS or num_tokens + more > MAX_TOKENS):
             yield message
-            message, num_tokens, more = [], 0, len(request.prompt_ids)
+            message, num_tokens, more = [], 0, whole
             seen.clear()
         message.append(request)
-        seen.add(id(request.prompt_ids))
+        if not drawn:
+            seen.add(id(request.prompt_ids))
         num_tokens += more
     if message:
         yield message

@@ -63,9 +63,11 @@ class RequestTable:
         self._num_pushes += 1
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
-        """Cancelled it ends the request."""
-        if request_id in self._held:
-            raise EngineError(f"request_id = {request_id!r}: is in flight already; ids must be unique on a server")
+        """Cancelled it ends the request. One of the same name that is in flight ends with the tokens it has: whoever asked for it has lost
+        its answer, or is about to say that it wants none."""
+        if (older := self._held.get(request_id)) is not None:
+            self._set_aside([older])
+            self._spawn(self._end_early([older]))
         held = self._held[request_id] = _Held(
             request_id=request_id,
             prompt_ids=[int(token) for token in prompt_ids],
