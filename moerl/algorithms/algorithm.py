@@ -80,7 +80,7 @@ class Algorithm:
     def after_step(self, stats: StepStats, groups: Sequence[Group]) -> "Algorithm":
         """The algorithm of the step after the one on `groups`; the same where its weights did not change, or its KL is no number."""
         target, kl = self.config.kl_target, stats.kl_reference
-        if target is None or kl is None or not math.isfinite(kl) or stats.skipped_updates:
+        if target is None or kl is None or not math.isfinite(kl) or stats.skipped_updates or stats.learning_rate == 0:
             return self
         num_samples, horizon = sum(len(group.samples) for group in groups), self.config.kl_horizon
         return self._with(adapted(self.kl_coefficient, kl=kl, target=target, horizon=horizon, num_samples=num_samples))

@@ -34,7 +34,7 @@ class Teaching:
         logprobs_T = np.zeros(int(batch.offsets[-1]), dtype=np.float32)
         for name in sorted({teacher for teacher in teachers if teacher is not None}):
             sequences = np.array([index for index, teacher in enumerate(teachers) if teacher == name], dtype=np.int64)
-            asked = plain(batch).select(sequences)
+            asked = replace(plain(batch), streams=batch.streams & _STREAMS).select(sequences)  # of what is taught beside the response too
             if name == _ITSELF:
                 asked = _with_prompts(asked, [segments[index][0].shown_ids for index in sequences])
                 found = await self._policy.logprobs(asked)

@@ -251,7 +251,7 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
             push_fp8=config.fp8_scales if pushes else None,
             pushes_mtp=pushes and config.pushes_mtp,
-            mismatch_limit=config.weights.mismatch_limit if pushes else math.inf,
+            mismatch_limit=config.mismatch_limit if pushes else math.inf,
             model=role.name,
             is_critic=role.is_critic,
             trains=role.trains,

@@ -104,14 +104,14 @@ class TrainStep:
         reduce_over_micro_batches(total.sums)
         reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
         trouble, refused = None, bool(disagreeing(total.server_mismatch(), self._mismatch_limit))
-        if refused:
-            self.model.routers.restore(biases)
-        elif math.isfinite(grad_norm) and math.isfinite(total.loss):
-            if denominators.num_trained:  # else momentum alone would move the weights
-                with norm_known(self.optimizer, grad_norm):
-                    self.optimizer.step()
-        else:
+        is_finite = math.isfinite(grad_norm) and math.isfinite(total.loss)
+        applies = not refused and is_finite and denominators.num_trained > 0  # else momentum alone would move the weights
+        if applies:
+            with norm_known(self.optimizer, grad_norm):
+                self.optimizer.step()
+        elif not refused and not is_finite:
             trouble = self._locate_nonfinite(share, packed, loss_of_logits, samples)
+        if not applies or not any(group["lr"] for group in self.optimizer.param_groups):  # while a critic learns alone
             self.model.routers.restore(biases)
         return MiniBatchResult(
             sums=total,

@@ -173,8 +173,8 @@ def test_losses_travel_pickled(name):
 
 def stats_of(kl, **changes):
     fields = dict.fromkeys(("grad_norm", "learning_rate", "entropy", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl"), 0.0)
-    more = {"padding_fraction": 0.0, "rank_imbalance": 1.0, "round_imbalance": 1.0}
-    return StepStats(loss=0.0, num_tokens=1, kl_old=0.0, kl_reference=kl, **fields, **more, **changes)
+    more = {"padding_fraction": 0.0, "rank_imbalance": 1.0, "round_imbalance": 1.0, "learning_rate": 1e-3}
+    return StepStats(loss=0.0, num_tokens=1, kl_old=0.0, kl_reference=kl, **fields | more | changes)
 
 
 def test_an_adaptive_kl_follows_its_target_and_is_saved_with_a_checkpoint():
@@ -190,7 +190,7 @@ def test_an_adaptive_kl_follows_its_target_and_is_saved_with_a_checkpoint():
 def test_an_adaptive_kl_follows_no_step_that_changed_nothing():
     algorithm = grpo(kl_coefficient=0.1, kl_target=0.02, kl_horizon=4)
     assert algorithm.after_step(stats_of(0.0), [make_group([0.0] * 10)]).kl_coefficient == pytest.approx(0.05)
-    for stats in (stats_of(math.nan), stats_of(0.04, skipped_updates=("rank 0",)), stats_of(None)):
+    for stats in (stats_of(math.nan), stats_of(0.04, skipped_updates=("rank 0",)), stats_of(None), stats_of(0.0, learning_rate=0.0)):
         assert algorithm.after_step(stats, [make_group([0.0])]) == algorithm
 
 

@@ -15,18 +15,19 @@ from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 
 OBJECTIVE = loss_of(algorithm("grpo"))
+Biases = dict[str, np.ndarray]
 
 
-def biases(settings: EngineSettings, batch: TrainBatch, num_updates: int = 1) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
+def biases(settings: EngineSettings, batch: TrainBatch, num_updates: int = 1, lr: float = 1e-3) -> tuple[Any, Biases, Biases]:
     """Statistics of a step after a log-prob pass over one sequence many times, and every router's bias before and after it."""
     engine = new_engine(settings)
     before = _biases(engine)
     engine.logprobs(batch.select([0] * 100))
-    stats = engine.update(batch, OBJECTIVE, lr=1e-3, num_updates=num_updates)
+    stats = engine.update(batch, OBJECTIVE, lr=lr, num_updates=num_updates)
     return stats, before, _biases(engine)
 
 
-def _biases(engine: Any) -> dict[str, np.ndarray]:
+def _biases(engine: Any) -> Biases:
     return {name: tensor.numpy().copy() for name, tensor in engine.export() if name.endswith("e_score_correction_bias")}
 
 

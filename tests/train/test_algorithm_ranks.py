@@ -54,6 +54,15 @@ def test_every_algorithm_trains_alike_under_a_layout(layout, checkpoints, one_pr
     assert_alike(run_ranks(train_by_each, LAYOUTS[layout].ranks, chosen, ragged_batch(), ORDER), one_process)
 
 
+def test_every_algorithm_trains_alike_where_a_rank_has_no_sequence(checkpoints):
+    """As where many samples are left out, or a step has more mini-batches than its ranks have sequences."""
+    batch = ragged_batch().select([0])
+    one, two = (
+        run_ranks(train_by_each, each.ranks, exact(checkpoints["qwen3_moe"], each), batch, [0]) for each in (Layout(), LAYOUTS["dp2"])
+    )
+    assert_alike(two, one)
+
+
 @pytest.mark.matrix
 def test_every_algorithm_trains_alike_in_float32(checkpoints):
     one, two = (

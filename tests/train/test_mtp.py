@@ -189,6 +189,17 @@ def test_the_loss_does_not_depend_on_micro_batches(tokens, directory):
         assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-7)
 
 
+def test_a_rank_without_sequences_predicts_nothing(directory):
+    expected, result = (
+        run_ranks(
+            train, layout.ranks, deepseek_settings(directory, layout, mtp_loss=0.3, dtype="float64"), random_batch(num_sequences=1), 1
+        )
+        for layout in (Layout(), LAYOUTS["dp2"])
+    )
+    for step, wanted in zip(result.steps, expected.steps, strict=True):
+        assert (step.mtp_loss, step.grad_norm) == pytest.approx((wanted.mtp_loss, wanted.grad_norm), rel=1e-7)
+
+
 # -- its weight ----------------------------------------------------------------------------------------------------
 
 

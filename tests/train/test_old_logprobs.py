@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from engine_cases import settings, write_checkpoints
 from engine_ranks import run_ranks
-from old_logprob_jobs import first_steps
+from old_logprob_jobs import first_steps, taught_beside_the_response
 
 from moerl.config.schema.layout import Layout
 from moerl.types.batch import TrainBatch
@@ -53,3 +53,13 @@ def test_old_log_probs_are_those_of_the_first_mini_batch_to_the_bit(layout, dire
     batches = [batch_of_answers(longest) for longest in LONGEST_ANSWERS]
     found = run_ranks(first_steps, LAYOUTS[layout].ranks, chosen, batches)
     assert dict(zip(CASES, found, strict=True)) == dict.fromkeys(CASES, [(0.0, 0.0)] * len(batches))
+
+
+def test_a_teacher_is_asked_about_all_that_it_teaches(directory):
+    """Words of a tool as well; the policy is its own teacher here, and as near as can be."""
+    teacher_T, policy_T, distance = run_ranks(taught_beside_the_response, 1, settings(directory, Layout()))
+    taught_T = teacher_T != 0
+    assert taught_T.sum() == 10  # five tokens of each sample
+    drawn_T = policy_T != 0
+    np.testing.assert_allclose(teacher_T[drawn_T], policy_T[drawn_T], atol=1e-5)
+    assert abs(distance) < 1e-5

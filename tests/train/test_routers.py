@@ -93,6 +93,13 @@ def test_a_layer_that_is_computed_again_counts_its_tokens_once(recompute, direct
         np.testing.assert_array_equal(after[name], bias, err_msg=name)
 
 
+def test_a_policy_that_waits_for_its_critic_keeps_its_biases(directory):
+    """Its learning rate is 0 then."""
+    _, before, after = run_ranks(biases, 1, deepseek_settings(directory, Layout(), megatron=UPDATED), random_batch(), 1, 0.0)
+    for name, bias in before.items():
+        np.testing.assert_array_equal(after[name], bias)
+
+
 def test_an_update_that_is_not_finite_leaves_the_biases(directory):
     batch = random_batch()
     broken = replace(batch, advantages_T=np.where(np.arange(len(batch.token_ids_T)) == 5, np.nan, batch.advantages_T).astype(np.float32))

@@ -112,7 +112,8 @@ def whole_columns(own: TrainBatch, counts: Denominators, logprobs_T: np.ndarray 
         logp_T = columns.old_logprobs_T
     else:
         index = torch.from_numpy(micro.label_index_T)
-        logp_T = torch.where(index >= 0, torch.from_numpy(logprobs_T)[index.clamp(min=0)], 0.0)
+        known_T = torch.from_numpy(logprobs_T)
+        logp_T = torch.where(index >= 0, known_T[index.clamp(min=0)], 0.0) if len(known_T) else known_T.new_zeros(len(index))
     if logp_T.dtype != torch.float64:
         logp_T = logp_T.float()
     return micro, token_columns(logp_T, columns, counts)

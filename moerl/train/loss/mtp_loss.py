@@ -32,6 +32,8 @@ class MTPTargets:
     def columns(self, label_index_T: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [T] targets and bool [T] where there is one. `label_index_T`: places of the labels in the batch, -1 where none is."""
         batch = self.batch
+        if batch.num_sequences == 0:  # padding alone
+            return np.zeros(len(label_index_T), dtype=np.int64), np.zeros(len(label_index_T), dtype=bool)
         ends = batch.offsets[1:][np.searchsorted(batch.offsets, np.maximum(label_index_T, 0), side="right") - 1]
         has_target_T = (label_index_T >= 0) & (label_index_T + depth < ends)
         target_T = np.where(has_target_T, label_index_T + depth, 0)

@@ -280,6 +280,8 @@ class HeadlessModel(GPTModel):
                 **{name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")},
             )
             hidden = list(torch.chunk(stacked, 1 + self.config.mtp_num_layers))
+        for hook in list(self.output_layer._forward_pre_hooks.values()):
+            hook(self.output_layer, ())  # it is not called, and so nobody else would wait for its weight to be gathered
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         return tuple(self._head_input(states, weight) for states in hidden)
 

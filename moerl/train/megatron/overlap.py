@@ -40,7 +40,10 @@ def gather_parameters(wrapped: Sequence[Any]) -> None:
         if not chunk.ddp_config.overlap_param_gather:
             continue
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+            if group.param_gather_handle is not None:  # of this update, or of an earlier one that nobody waited for
+                group.param_gather_handle.wait()
+                group.param_gather_handle = None
+            if not group.param_gather_dispatched:
                 group.start_param_sync(force_sync=True)
 
 
