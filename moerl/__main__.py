@@ -235,6 +235,9 @@ def plan(
         typer.echo(compared(compare))
         return
 
+    if only == "push" and (json_file or html):
+        raise typer.BadParameter("is of the memory, which --only=push leaves out", param_hint="--json" if json_file else "--html")
+
     from moerl.check import load_checked
     from moerl.planner.memory_page import write_plan
     from moerl.planner.memory_plan import memory_plan

@@ -62,6 +62,8 @@ def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out
     if source is not None and kind_of(source) == "run":
         problems += _trained_otherwise(config, source)
     problems += cannot_start(config, facts)
+    if out is not None and out.exists() and not out.is_dir():
+        problems.append(problem("--out", str(out), "must be a directory", "samples and results are written there", "another --out="))
     if problems:
         raise ConfigError(problems)
     assert source is not None
@@ -113,6 +115,10 @@ def _unwritable(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("output_dir", config.output_dir, "must be a directory", f"{there} is none", fix)
     elif not os.access(there, os.W_OK | os.X_OK):
         yield problem("output_dir", config.output_dir, "must be a directory that can be written", f"{there} cannot be", fix)
+    for folder in (config.run_dir / name for name in ("checkpoints", "logs", "samples")):
+        if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            reason = "the run writes there, the last checkpoint too"
+            yield problem("output_dir", str(folder), "must be a directory that can be written", reason, f"remove or mend it, or {fix}")
 
 
 def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:

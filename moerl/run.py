@@ -6,9 +6,11 @@ import fcntl
 import gc
 import itertools
 import logging
+import math
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +37,7 @@ from moerl.config.rules.companion_rules import source_problems, tokenizer_proble
 from moerl.config.rules.megatron_rules import transformer_engine_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
-from moerl.evaluation.evaluator import Evaluator
+from moerl.evaluation.evaluator import Evaluator, evaluation_prompts
 from moerl.evaluation.request import Evaluation
 from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.hangs.hang_reports import HangReports
@@ -77,6 +79,9 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
     which after such an end is RunStopped; leaves no process and no shared memory.
     """
+    if ends_at is not None and not time.time() < ends_at < math.inf:
+        reason = f"it counts seconds since 1970, of which there are {time.time():.0f} now, and a run that has no time left saves nothing"
+        raise ConfigError([problem("ends_at", ends_at, "must lie ahead", reason, "$(($(date +%s) + 3600)) for an hour from now")])
     with _claimed(config):
         for num_restarts in itertools.count():
             try:
@@ -106,16 +111,16 @@ async def _train_model(config: RunConfig, model: RunModel, observe: Observer, st
     others = [companion for companion in companion_models(config) if companion.path is not None]
     if problems := [each for companion in others for each in tokenizer_problems(model.directory, companion)]:
         raise ConfigError(problems)
-    prompts = _prompts(config, model.tokenizer)
+    evaluates = config.eval is not None and config.eval.every > 0
+    prompts, evaluated = _prompts(config, model.tokenizer), evaluation_prompts(config, model.tokenizer) if evaluates else {}
     if config.distillation is not None and (problems := list(source_problems(config.distillation, prompts.data_sources))):
         raise ConfigError(problems)
     async with _assembled(config, model, observe, stop, trained_on=prompts) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
         trust = run.trust(config, [prompts.prompt_at(index) for index in range(canary.NUM_PROMPTS)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens, trains_rewards=config.trains_rewards)
-        evaluates = config.eval is not None and config.eval.every > 0
         try:
-            async with run.evaluator(config) if evaluates else nullcontext() as evaluator:
+            async with run.evaluator(config, evaluated) if evaluates else nullcontext() as evaluator:
                 await loop.run(
                     config, algorithm, prompts, runner, run.group, run.publisher(config, trust), trust, run.residency, observe, run.stop,
                     evaluator, run.companions,
@@ -140,8 +145,11 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
 async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
     config = evaluation.config
-    opened = _opened(config, observe)
-    async with opened as (model, stop), _assembled(config, model, observe, stop) as run, run.evaluator(config) as evaluator:
+    async with AsyncExitStack() as stack:
+        model, stop = await stack.enter_async_context(_opened(config, observe))
+        prompts = evaluation_prompts(config, model.tokenizer)
+        run = await stack.enter_async_context(_assembled(config, model, observe, stop))
+        evaluator = await stack.enter_async_context(run.evaluator(config, prompts))
         version = 0
         if evaluation.checkpoint is not None:
             with observe.phase("load"):
@@ -185,9 +193,8 @@ class _Assembly:
     def publisher(self, config: RunConfig, trust: ServerTrust) -> WeightPublisher:
         return WeightPublisher(config, train=self.group, pool=self.pool, residency=self.residency, trust=trust, rails=self.rails)
 
-    def evaluator(self, config: RunConfig) -> Evaluator:
-        model = self.model
-        return Evaluator(config, model.tokenizer, pool=self.pool, rewards=self.rewards, stop_token_ids=model.stop_token_ids)
+    def evaluator(self, config: RunConfig, prompts: Mapping[str, PromptSource]) -> Evaluator:
+        return Evaluator(config, prompts, pool=self.pool, rewards=self.rewards, stop_token_ids=self.model.stop_token_ids)
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from moerl.types.errors import MoerlError, RunStopped
+from moerl.types.errors import CommandError, MoerlError, RunStopped, problem
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
 
 def end_run(run_dir: Path, seconds: float) -> str:
     """Outcome, for people. SIGTERM to the run's driver on this machine, which has `seconds` to end."""
+    if not run_dir.is_dir():
+        raise CommandError([problem("RUN", str(run_dir), "must be a run's directory", "there is none", "its path, output_dir/name")])
     driver = driver_of(run_dir)
     if driver is None:
         return f"nothing trains {run_dir} on {socket.gethostname()}"
@@ -167,11 +169,17 @@ def driver_of(run_dir: Path) -> psutil.Process | None:
 
 
 def run_until_done(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run; in a thread where this one runs a loop already, as a notebook's does. Ctrl-C ends it there too."""
+    """As asyncio.run; in a thread where this one runs a loop already, as a notebook's does. Ctrl-C ends it there too. SIGTERM while Ray
+    starts, whose handler leaves by SystemExit, is RunStopped."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main)
+        try:
+            return asyncio.run(main)
+        except SystemExit as ended:
+            if ended.code != signal.SIGTERM:
+                raise
+            raise RunStopped(signal.SIGTERM.name, ExitCode.TERMINATED) from None
     begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     interrupts: list[int] = []
 

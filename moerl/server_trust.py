@@ -47,7 +47,7 @@ class ServerTrust:
 
     async def canary(self, members: Sequence[Member]) -> CanaryResult:
         """Comparison of servers that have just got the version. WeightError, which names them, for those that compute something else."""
-        engines, limit = [member.engine for member in members], self._config.weights.mismatch_limit
+        engines, limit = [member.engine for member in members], self._config.mismatch_limit
         result = await run_canary(engines, self._scored, self._prompts, limit=limit, **self._sampling())
         self._compared |= set(members)
         return result
@@ -95,7 +95,7 @@ class ServerTrust:
         by_name = {name: member for member, each in asked.items() for name in each.answers}  # one that came back may have another by now
         together = merged(asked.values())
         try:
-            compare_canary(together, (await self._train.logprobs(together.batch)).get(), limit=self._config.weights.mismatch_limit)
+            compare_canary(together, (await self._train.logprobs(together.batch)).get(), limit=self._config.mismatch_limit)
         except WeightError as error:
             if not self.retires([by_name[name] for name in error.names], error):
                 raise
@@ -103,7 +103,7 @@ class ServerTrust:
     def refuses(self, stats: StepStats, *, step: int) -> bool:
         """Whether the update was not applied because servers had other weights than they said: they are retired. GuardError if it is all
         that serve: the trainer may be what is wrong."""
-        limit = self._config.weights.mismatch_limit
+        limit = self._config.mismatch_limit
         members = {self._fleet.members[number]: stats.server_mismatch[number] for number in disagreeing(stats.server_mismatch, limit)}
         if members and not self._fleet.trusted() - set(members):
             raise GuardError(mismatch_message(stats, limit, f"update of step {step}"))

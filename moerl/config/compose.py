@@ -4,6 +4,7 @@ A key that no file mentions may be set without Hydra's `+`: the files hold only 
 """
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ NEAR = 0.8
 def options(group: str, config_dir: Path | None = None) -> list[str]:
     """Names that `group=...` may have, e.g. those of every recipe."""
     holders = [root / group for root in _roots(config_dir) if any(child.name == group for child in root.iterdir())]
-    return sorted({file.stem for holder in holders for file in holder.glob("*.yaml")})
+    return sorted({file.stem for holder in holders for file in holder.glob("*.yaml") if _is_file(file)})
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
@@ -52,8 +53,18 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
         with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError([_composition_problem(error)]) from error
-    return {str(key): value for key, value in composed.items()}  # type: ignore[union-attr]
+        raise ConfigError([_composition_problem(error, _recipe_file(parsed, config_dir))]) from error
+    settings: dict[str, Any] = {str(key): value for key, value in composed.items()}  # type: ignore[union-attr]
+    if "recipe" in settings:  # Hydra puts a file's settings below its group
+        rule, reason = "must begin with # @package _global_", "without that line its settings are none of a run"
+        raise ConfigError([problem("recipe", _recipe_file(parsed, config_dir), rule, reason, "write it as the first line of the file")])
+    return settings
+
+
+def _recipe_file(parsed: Sequence[Override], config_dir: Path | None) -> str:
+    name = next(str(override.value()) for override in reversed(parsed) if override.key_or_group == "recipe")
+    files = [root / "recipe" / f"{name}.yaml" for root in _roots(config_dir)]
+    return str(next(filter(_is_file, reversed(files)), f"recipe={name}"))
 
 
 def _roots(config_dir: Path | None) -> list[Path]:
@@ -132,12 +143,21 @@ def _one_of(group: str, config_dir: Path | None) -> str:
     return f"{group}= one of " + ", ".join(options(group, config_dir))
 
 
-def _composition_problem(error: Exception) -> Problem:
+def _composition_problem(error: Exception, recipe: str) -> Problem:
     path = getattr(error, "full_key", None) or "configuration"
     if isinstance(error, YAMLError):
         return problem(path, NOT_SET, "must be valid YAML", str(error), "mend the file at that line")
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return problem(path, NOT_SET, "cannot be composed", reason, "mend the override or the file that says so")
+    reason = next(iter(str(error).splitlines()), "")
+    if merged := re.match(r"Error merging override \+*([^=]+)=(.*)", reason):
+        key, value = merged.groups()
+        return problem(
+            key, value, "must be a section of settings", f"{recipe} has one there", f"{key}.NAME=VALUE, or '{key}={{NAME: VALUE}}'"
+        )
+    if isinstance(error, RecursionError):
+        rule, reason = "cannot be composed", "a file names itself among its defaults, or one that does"
+        return problem("recipe", recipe, rule, reason, "take it out of the defaults of that file")
+    reason = reason if reason else f"{type(error).__name__}, of which nothing more is said"
+    return problem(path, NOT_SET, "cannot be composed", reason, f"mend the override, or {recipe} and what its defaults name")
 
 
 def _syntax_problem(text: str, reason: str) -> Problem:

@@ -7,7 +7,7 @@ Nothing here is drawn from the run's prompts or seeds: an evaluation leaves the 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,35 +48,41 @@ class _Loaded:
         return self.prompts.num_rows if most is None else min(most, self.prompts.num_rows)
 
 
+def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, PromptSource]:
+    """Rows of each data set of an evaluation. Raises DataError that names every one with rows that cannot be used."""
+    assert config.eval is not None
+    found, errors = {}, []
+    for name, settings in config.eval.datasets.items():
+        try:
+            found[name] = PromptSource(
+                load_dataset(settings.data, seed=config.eval.seed), tokenizer, settings.data, seed=config.eval.seed,
+                max_context=config.model.max_context, max_response_tokens=max_response_tokens(config),
+            )  # fmt: skip
+        except DataError as error:
+            errors.append(f"eval.datasets.{name}: {error}")
+    if errors:
+        raise DataError("\n".join(errors))
+    return found
+
+
 class Evaluator:
     """`async with Evaluator(...) as evaluator: results = await evaluator.run(directory)`, as often as wanted."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, *, pool: RolloutPool, rewards: RewardPool,
+        self, config: RunConfig, prompts: Mapping[str, PromptSource], *, pool: RolloutPool, rewards: RewardPool,
         stop_token_ids: tuple[int, ...],
     ):  # fmt: skip
-        """`rewards`: started, of the run's own reward. Raises DataError that names the data set with rows that cannot be used."""
+        """`prompts`: of `evaluation_prompts`. `rewards`: started, of the run's own reward."""
         assert config.eval is not None
         self._settings: EvalConfig = config.eval
         self._pool, self._stop_token_ids = pool, stop_token_ids
         self._max_tokens = max_response_tokens(config)
         self._places = asyncio.Semaphore(config.rollout.num_servers * (config.rollout.max_running + config.rollout.max_queued))
-        self._datasets = [self._load(config, name, tokenizer, rewards) for name in self._settings.datasets]
+        self._datasets = [self._load(config, name, prompts[name], rewards) for name in self._settings.datasets]
         self._own = [each.rewards for each in self._datasets if each.rewards is not rewards]
 
-    def _load(self, config: RunConfig, name: str, tokenizer: Tokenizer, rewards: RewardPool) -> _Loaded:
+    def _load(self, config: RunConfig, name: str, prompts: PromptSource, rewards: RewardPool) -> _Loaded:
         settings = self._settings.datasets[name]
-        try:
-            prompts = PromptSource(
-                load_dataset(settings.data, seed=self._settings.seed),
-                tokenizer,
-                settings.data,
-                seed=self._settings.seed,
-                max_context=config.model.max_context,
-                max_response_tokens=self._max_tokens,
-            )
-        except DataError as error:
-            raise DataError(f"eval.datasets.{name}: {error}") from error
         reward = reward_of(config, settings)
         return _Loaded(
             name=name,

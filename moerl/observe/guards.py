@@ -93,7 +93,7 @@ def check_step(config: RunConfig, stats: StepStats, *, step: int, is_first: bool
     if is_first:
         check_first_step(
             stats,
-            limit=config.weights.mismatch_limit,
+            limit=config.mismatch_limit,
             on_policy=True,  # nothing older than the weights just pushed was running
             own_old_logprobs=config.train.old_logprobs == "trainer",
             fresh=fresh,

@@ -347,4 +347,4 @@ def worst_rank(ranks: list[RankMemory]) -> RankMemory:
 
 def kinds_of(ranks: Sequence[RankMemory], phases: Sequence[Phase] = PHASES) -> list[str]:
     """Kinds that any of them has in one of `phases`, in the order of `_KINDS`."""
-    return [kind for kind in _KINDS if any(rank.phases[phase].get(kind) for rank in ranks for phase in phases)]
+    return [kind for kind in _KINDS if any(rank.phases.get(phase, {}).get(kind) for rank in ranks for phase in phases)]

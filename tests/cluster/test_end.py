@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from moerl.run_stop import driver_of, end_run, end_run_at_head
+from moerl.types.errors import CommandError
 
 HOLDS = """
 import fcntl, pathlib, signal, sys
@@ -51,6 +52,12 @@ def test_a_run_that_is_asked_to_end_saves_and_is_waited_for(tmp_path: Path, driv
     assert end_run(tmp_path, 30.0) == f"pid {driver.pid} ended"
     assert (tmp_path / "saved").exists()
     assert end_run(tmp_path, 30.0).startswith(f"nothing trains {tmp_path}")
+
+
+def test_a_path_that_is_no_run_is_no_run_that_has_ended(tmp_path: Path):
+    for path in (tmp_path / "nope", Path(__file__)):
+        with pytest.raises(CommandError, match="must be a run's directory"):
+            end_run(path, 1.0)
 
 
 def test_a_run_that_does_not_end_in_time_is_left_and_named(tmp_path: Path, deaf_driver):

@@ -1,6 +1,7 @@
 """Ray's start is tried again, in its time, and one that never comes is one message."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import ray
 from moerl.cluster.forks.fork_server import VARIABLE
 from moerl.cluster.forks.local_ray import local_ray
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.types.errors import MoerlError
+from moerl.types.errors import ConfigError, MoerlError
 from moerl.types.exit_codes import ExitCode
 
 
@@ -66,13 +67,33 @@ def test_after_its_time_it_is_tried_no_more(failing):
 
 def test_a_cluster_that_cannot_be_joined_is_named_and_tried_once(failing, monkeypatch):
     left = failing(9)
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with (
-        pytest.raises(MoerlError, match=r"RAY_ADDRESS = 10\.0\.0\.1:6379: the Ray cluster there cannot be joined") as error,
-        local_ray(60.0),
-    ):
-        pass
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(MoerlError, match=f"RAY_ADDRESS = {address}: .* cannot be joined: .*timed out") as error, local_ray(60.0):
+            pass
     assert len(left) == 1 and error.value.exit_code == ExitCode.FAILED
+
+
+def test_an_address_where_nothing_listens_is_told_before_ray_asks_it(failing, monkeypatch):
+    left = failing(9)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(MoerlError, match=r"RAY_ADDRESS = 127\.0\.0\.1:1: .*nothing answers there.*refused"), local_ray(1.0):
+        pass
+    assert not left
+
+
+@pytest.mark.parametrize(("name", "rule"), [("x" * 100, "must have at most 39 characters"), ("nowhere", "must be a directory that can be")])
+def test_a_folder_in_which_no_ray_can_start_is_told_before_it_is_tried(failing, monkeypatch, tmp_path, name, rule):
+    """Again and again the same command would end the same way."""
+    left = failing(9)
+    (tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+    with pytest.raises(ConfigError) as error, local_ray(60.0):
+        pass
+    [found] = error.value.problems
+    assert (found.path, found.value) == ("TMPDIR", str(tmp_path / name)) and rule in found.rule
+    assert not left
 
 
 @pytest.mark.parametrize(("runs", "seconds", "asked"), [(True, 60.0, 4), (False, 60.0, 1), (True, 0.0, 1)])

@@ -149,6 +149,40 @@ def test_a_config_directory_that_does_not_exist_is_said(tmp_path):
     assert problem.path == "--config-dir"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("bare", "defaults: [grpo-tiny-moe-1n2g-sync, _self_]\nname: mine\n", "must begin with # @package _global_"),
+        ("empty", "", "must begin with # @package _global_"),
+        ("list", "- 1\n", "must begin with # @package _global_"),
+        ("itself", "# @package _global_\ndefaults: [itself, _self_]\nname: mine\n", "cannot be composed"),
+    ],
+)
+def test_a_recipe_that_is_none_names_its_file_once(tmp_path, name, text, rule):
+    (tmp_path / "recipe").mkdir()
+    file = tmp_path / "recipe" / f"{name}.yaml"
+    file.write_text(text)
+    (problem,) = problems_of(f"recipe={name}", config_dir=tmp_path)
+    assert (problem.path, problem.value, problem.rule) == ("recipe", str(file), rule)
+
+
+def test_a_folder_that_is_named_like_a_recipe_is_none(tmp_path):
+    (tmp_path / "recipe" / "folder.yaml").mkdir(parents=True)
+    assert "folder" not in options("recipe", tmp_path)
+
+
+def test_a_value_in_the_place_of_a_section_is_told_by_its_own_key():
+    (problem,) = problems_of(DEMO, "train.layout=[1,2]")
+    assert (problem.path, problem.value, problem.rule) == ("train.layout", "[1,2]", "must be a section of settings")
+
+
+def test_the_limit_of_a_mismatch_follows_the_numbers_that_are_compared():
+    """The default of neither ends a run by the default of the other."""
+    fp8 = ("train.dtype=bfloat16", "rollout.layout.weights=fp8")
+    limits = [load([DEMO, *more]).mismatch_limit for more in ((), ("train.dtype=bfloat16",), fp8, (*fp8, "weights.mismatch_limit=0.01"))]
+    assert limits == [1e-4, 0.1, 0.2, 0.01]
+
+
 def test_broken_yaml_names_the_file_and_line(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("name: [a\nb: 3\n")

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from moerl.check import load_checked, load_evaluation
+from moerl.config.load import load
 from moerl.config.schema.model_config import ScratchModel
+from moerl.evaluation.evaluator import evaluation_prompts
 from moerl.scratch_model import write_scratch_model
+from moerl.starting_model import load_model
 from moerl.train.checkpoint import checkpoint_dirs
-from moerl.types.errors import CheckpointError, ConfigError
+from moerl.types.errors import CheckpointError, ConfigError, DataError
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
 
@@ -87,6 +90,35 @@ def test_an_evaluation_leaves_the_directory_of_the_run_to_the_run(folder: Path, 
     assert evaluation.config.model.path == str(folder) and evaluation.config.model.scratch is None
     assert evaluation.checkpoint is None
     assert load_evaluation(words, checkpoint=folder, out=tmp_path / "out").config.run_dir == tmp_path / "out"
+
+
+def test_a_place_for_results_that_is_a_file_is_told_by_its_own_name(folder: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as error:
+        load_evaluation((DEMO, EVAL, f"output_dir={tmp_path}"), checkpoint=folder, out=tmp_path / "file")
+    assert [(each.path, each.rule) for each in error.value.problems] == [("--out", "must be a directory")]
+
+
+def test_rows_that_cannot_be_used_are_told_of_every_data_set(tmp_path: Path):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1"}\n')
+    rest = "chat_template: false, max_prompt_tokens: 16}, samples: 1, pass_at: [1]}"
+    sets = ", ".join(f"{name}: {{data: {{kind: files, files: [{tmp_path}/{name}.jsonl], {rest}" for name in ("empty", "other"))
+    config = load([DEMO, f"+eval={{datasets: {{{sets}}}}}", f"output_dir={tmp_path}"])
+    with pytest.raises(DataError) as error:
+        evaluation_prompts(config, load_model(config).tokenizer)
+    assert "eval.datasets.empty: " in str(error.value) and "eval.datasets.other: " in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs", "samples"])
+def test_a_folder_of_the_run_that_cannot_be_written_is_told_before_anything_starts(name: str, tmp_path: Path):
+    """Else what it trained until its first checkpoint would be lost."""
+    directory = load([DEMO, f"output_dir={tmp_path}"]).run_dir
+    directory.mkdir(parents=True)
+    (directory / name).symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError) as error:
+        load_checked((DEMO, f"output_dir={tmp_path}"), starts=True)
+    assert [(each.path, each.value) for each in error.value.problems] == [("output_dir", str(directory / name))]
 
 
 def test_what_changes_the_samples_changes_the_identity(folder: Path, tmp_path: Path):

@@ -16,7 +16,7 @@ from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import ObserveConfig, RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
-from moerl.evaluation.evaluator import Evaluator
+from moerl.evaluation.evaluator import Evaluator, evaluation_prompts
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.publish import WeightPublisher
@@ -150,7 +150,7 @@ class InProcessRun:
             tensors=TENSORS,
             checkpoint_dir=config.run_dir / "checkpoints",
             keep=1000,
-            mismatch_limit=config.weights.mismatch_limit,
+            mismatch_limit=config.mismatch_limit,
         )
         self._rewards: RewardPool = rewards if rewards is not None else InProcessScorer(score)
 
@@ -192,7 +192,9 @@ class InProcessRun:
                     if config.eval is None:
                         await loop.run(*parts)
                     else:
-                        async with Evaluator(config, tokenizer, pool=pool, rewards=self._rewards, stop_token_ids=()) as evaluator:
+                        async with Evaluator(
+                            config, evaluation_prompts(config, tokenizer), pool=pool, rewards=self._rewards, stop_token_ids=()
+                        ) as evaluator:
                             await loop.run(*parts, evaluator)
         finally:
             await pool.close()

@@ -1,15 +1,18 @@
 """A run that is asked to end saves its last step, and the run that continues it trains what one never stopped would have."""
 
 import asyncio
+import math
+import signal
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 from in_process_run import InProcessRun, make_config, play
 
-from moerl.run_stop import Stop, asked_to_stop
+from moerl.run_stop import Stop, asked_to_stop, run_until_done
 from moerl.train.checkpoint import checkpoint_dirs
-from moerl.types.errors import RunStopped
+from moerl.types.errors import ConfigError, RunStopped
 from moerl.types.exit_codes import ExitCode
 
 
@@ -155,3 +158,24 @@ def test_a_cancellation_of_another_kind_stays_one():
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(scenario())
+
+
+def test_sigterm_while_ray_starts_is_a_run_that_was_stopped():
+    """Ray's own handler leaves by SystemExit."""
+
+    async def main():
+        sys.exit(signal.SIGTERM)
+
+    with pytest.raises(RunStopped, match="stopped: SIGTERM; the same command continues the run") as stopped:
+        run_until_done(main())
+    assert stopped.value.exit_code == ExitCode.TERMINATED
+
+
+@pytest.mark.parametrize("ends_at", [3600.0, math.nan, math.inf])
+def test_an_end_that_does_not_lie_ahead_is_refused_before_anything_starts(ends_at, tmp_path):
+    """A scheduler would start the same command again and again."""
+    from moerl import run
+
+    with pytest.raises(ConfigError, match="ends_at = .*: must lie ahead"):
+        run.train(make_config(tmp_path), ends_at=ends_at)
+    assert not any(tmp_path.iterdir())

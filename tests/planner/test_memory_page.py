@@ -5,7 +5,9 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from typer.testing import CliRunner
 
+from moerl.__main__ import app
 from moerl.config.load import load
 from moerl.planner.memory_page import page, write_plan
 from moerl.planner.memory_plan import GIB, memory_plan
@@ -73,3 +75,15 @@ def test_the_file_has_bytes_of_every_stage_phase_and_node(plan, tmp_path):
         assert set(rank.phases) == set(PHASES)
     assert read["worst"] == {"stage": plan.worst.stage, "phase": plan.worst.worst, "bytes": plan.worst.most}
     assert read["server"]["requests_of_max_context"] == plan.server.requests(8192)
+
+
+def test_a_recipe_without_a_model_beside_its_policy_has_a_page():
+    memory = memory_plan(load(["recipe=grpo-tiny-moe-1n2g-sync"]))
+    parts = Parts()
+    parts.feed(page(memory))
+    assert {"weights", "optimizer", "margin"} <= {title.split(":")[0] for title in parts.titles}
+
+
+def test_a_file_of_the_memory_is_refused_where_the_memory_is_left_out(tmp_path):
+    told = CliRunner().invoke(app, ["plan", "recipe=grpo-tiny-moe-1n2g-sync", "--only=push", f"--html={tmp_path}/plan.html"])
+    assert told.exit_code == 2 and "--html" in told.output

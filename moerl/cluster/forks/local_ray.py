@@ -23,7 +23,7 @@ from moerl.cluster.descendants import kill_all
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.ray_agents_reaper import reaping_ray
 from moerl.cluster.user_process import ended_after
-from moerl.types.errors import MoerlError, Origin
+from moerl.types.errors import ConfigError, MoerlError, Origin, problem
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ _NUM_TRIES = 3
 _SPARE_SECONDS = 5.0
 """After the deadline, for Ray's own word."""
 _DAEMONS = ("gcs_server", "raylet")
+_CONNECT_SECONDS = 10.0
+_SOCKET_PATH = 107
+"""Bytes of a socket's path, at most (unix(7))."""
+_BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
 
@@ -94,10 +98,14 @@ def _make_token() -> None:
 
 def _start(seconds: float, others: Collection[int]) -> None:
     address, deadline = os.environ.get("RAY_ADDRESS"), time.monotonic() + seconds
-    # Without end Ray waits for a process of its own that hangs as it starts.
-    hung = f"moerl: {_did_not_start(seconds, 1, TimeoutError('one of its processes hangs'))}"
-    if address is None:
+    if address:
+        _require_listener(address, min(seconds, _CONNECT_SECONDS))
+        late = _cannot_join(address, f"it does not answer within deadlines.start_seconds = {seconds:g}")
+    else:
+        _require_folder(_folder())
         _make_token()
+        late = _did_not_start(seconds, 1, TimeoutError("one of its processes hangs"))
+    hung = f"moerl: {late}"  # without end Ray waits for a process of its own that hangs as it starts
     for number in range(1, _NUM_TRIES + 1):
         try:
             with own_ray(deadline), ended_after(deadline + _SPARE_SECONDS - time.monotonic(), hung):
@@ -108,16 +116,52 @@ def _start(seconds: float, others: Collection[int]) -> None:
             ray.shutdown()
             kill_all(others)
             if address:
-                raise MoerlError(f"RAY_ADDRESS = {address}: the Ray cluster there cannot be joined: {error}") from error
+                raise _cannot_join(address, str(error)) from error
             if number == _NUM_TRIES or time.monotonic() > deadline:
                 raise _did_not_start(seconds, number, error) from error
             logger.warning("Ray did not start, and is started again: %s", error)
 
 
+def _cannot_join(address: str, reason: str) -> MoerlError:
+    return MoerlError(f"RAY_ADDRESS = {address}: the Ray cluster there cannot be joined: {reason}")
+
+
+def _require_listener(address: str, seconds: float) -> None:
+    """Raises MoerlError if nothing listens there. Ray itself would ask again and again, for minutes and without a word."""
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdecimal():
+        return  # of another form, which Ray reads
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=max(deadline - time.monotonic(), 0.1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _cannot_join(address, f"nothing answers there: {error}; does the node with Ray's head run?") from error
+            time.sleep(0.2)
+
+
+def _folder() -> Path:
+    """Folder of Ray's sockets and logs, as ray/_common/utils.py chooses it."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def _require_folder(folder: Path) -> None:
+    """Raises ConfigError for one in which no Ray can start."""
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    longest, reason, fix = _SOCKET_PATH - _BELOW_FOLDER, "Ray's sockets and logs lie below it", f"another {name}, on a disk of this node"
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError([problem(name, str(folder), "must be a directory that can be written", reason, fix)])
+    if len(os.fsencode(folder)) > longest:
+        rule, reason = f"must have at most {longest} characters", f"{reason}, and the path of a socket at most {_SOCKET_PATH}"
+        raise ConfigError([problem(name, str(folder), rule, reason, f"RAY_TMPDIR=/tmp, or {fix}")])
+
+
 def _did_not_start(seconds: float, number: int, error: Exception) -> MoerlError:
     said = MoerlError(
         f"deadlines.start_seconds = {seconds:g}: Ray did not start, tried {number} time{'s' if number > 1 else ''}: {error}\n"
-        "    why: its processes ended, or this machine is too busy for them; their logs are in /tmp/ray/session_latest/logs\n"
+        f"    why: its processes ended, or this machine is too busy for them; their logs are in {_folder() / 'ray/session_latest/logs'}\n"
         "    fix: the same command, when there is less to do; a larger deadlines.start_seconds if it was only slow"
     )
     said.exit_code = ExitCode.KILLED

@@ -210,7 +210,7 @@ def _filter_problems(config: RunConfig) -> Iterator[Problem]:
         reason = "it leaves one token, whose log-prob is 0 whatever the weights are: nothing can be learned"
         yield problem("rollout.top_k", 1, "must be 0 or at least 2", reason, "rollout.top_k=0")
     bias = -math.log(rollout.top_p)
-    if config.train.sampling_replay == "off" and config.weights.mismatch_limit < bias:
+    if config.train.sampling_replay == "off" and config.mismatch_limit < bias:
         rule = f"needs weights.mismatch_limit above -log(rollout.top_p) = {bias:.3g}"
         reason = "trainer and server then differ by what was left out, which looks like wrong weights"
         yield problem(

@@ -159,6 +159,15 @@ class RunConfig(Strict):
         return self.train.old_logprobs == "trainer" and asks
 
     @property
+    def mismatch_limit(self) -> float:
+        """weights.mismatch_limit, or what the numbers of trainer and servers explain."""
+        if self.weights.mismatch_limit is not None:
+            return self.weights.mismatch_limit
+        if self.train.fp8 is not None or self.rollout.layout.weights == "fp8":
+            return 0.2
+        return 0.1 if self.train.dtype == "bfloat16" else 1e-4
+
+    @property
     def pushes_mtp(self) -> bool:
         """Layers of multi-token prediction are trained, and servers draft with them."""
         return self.train.mtp_loss > 0 and self.rollout.layout.mtp_tokens > 0

@@ -161,7 +161,7 @@ class RayCollectors:
             sorted(numbers, key=lambda number: id(home.waiting[number].engine)), lambda n: home.waiting[n].engine
         ):
             left = list(members)
-            before = {number: so_far for number in left if (so_far := home.waiting[number].so_far) is not None}
+            before = {number: found for number in left if (found := home.waiting[number].so_far) is not None}
             drawn = [before[number].num_tokens if number in before else 0 for number in left]
             for message in messages_of([home.waiting[number].request for number in left], drawn):
                 sent, left = left[: len(message)], left[len(message) :]
