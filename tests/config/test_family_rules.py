@@ -110,6 +110,18 @@ def test_validation_knows_the_shape_of_every_family():
         ("gpt_oss", ["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
         ("gpt_oss", ["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
         ("gpt_oss", ["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
+        (
+            "deepseek_v32",
+            ["train.overlap_grad_reduce=true", "train.overlap_param_gather=true"],
+            "train.overlap_param_gather",
+            "overlap_param_gather=false",
+        ),
+        (
+            "qwen3_next",
+            ["train.overlap_grad_reduce=true", "train.overlap_param_gather=true"],
+            "train.overlap_param_gather",
+            "overlap_param_gather=false",
+        ),
         ("deepseek_v32", ["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=all_gather"),
         ("deepseek_v32", ["train.layout.cp=2", "+train.megatron.cp_comm_type=all_gather"], None, ""),
         ("qwen3_next", ["train.layout.tp=2"], "train.layout.tp", "tp=1"),

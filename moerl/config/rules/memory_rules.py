@@ -22,7 +22,7 @@ def memory_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if isinstance(train.recompute, SelectiveRecompute):
         yield from _selective_problems(train.recompute, shape)
     yield from _optimizer_problems(train)
-    yield from _overlap_problems(train)
+    yield from _overlap_problems(train, shape)
     if train.destroy_groups and train.offload != "all":
         reason = "communicators are of no use only while the trainer sleeps, and then its parameters hold more memory than they"
         yield problem("train.destroy_groups", True, "needs train.offload=all", reason, "train.offload=all, or destroy_groups=false")
@@ -101,7 +101,10 @@ def _optimizer_problems(train: TrainConfig) -> Iterator[Problem]:
         yield problem(f"{path}.cpu_overlap", True, "needs cpu_fraction > 0", "nothing is copied without it", f"{path}.cpu_fraction=1.0")
 
 
-def _overlap_problems(train: TrainConfig) -> Iterator[Problem]:
+def _overlap_problems(train: TrainConfig, shape: ModelShape | None) -> Iterator[Problem]:
+    if train.overlap_param_gather and shape is not None and (shape.has_index or shape.delta_heads is not None):
+        reason = "its attention takes weights of modules that it does not call, and Megatron waits for a gather where a module is called"
+        yield problem("train.overlap_param_gather", True, "cannot go with this model", reason, "train.overlap_param_gather=false")
     if train.overlap_param_gather and not train.overlap_grad_reduce:
         reason = "without overlap_grad_reduce all parameters form one bucket, so that nothing can run beside its gather"
         fix = "train.overlap_grad_reduce=true, or overlap_param_gather=false"
