@@ -6,10 +6,8 @@ import fcntl
 import gc
 import itertools
 import logging
-import math
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -57,7 +55,7 @@ from moerl.rollout.fleet.build_collector import build_collector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource
-from moerl.run_stop import Stop, asked_to_stop, run_until_done
+from moerl.run_stop import Stop, asked_to_stop, require_ahead, run_until_done
 from moerl.server_trust import ServerTrust
 from moerl.starting_model import RunModel, load_model
 from moerl.train.group import MegatronTrainGroup
@@ -79,9 +77,7 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
     which after such an end is RunStopped; leaves no process and no shared memory.
     """
-    if ends_at is not None and not time.time() < ends_at < math.inf:
-        reason = f"it counts seconds since 1970, of which there are {time.time():.0f} now, and a run that has no time left saves nothing"
-        raise ConfigError([problem("ends_at", ends_at, "must lie ahead", reason, "$(($(date +%s) + 3600)) for an hour from now")])
+    require_ahead(ends_at)
     with _claimed(config):
         for num_restarts in itertools.count():
             try:

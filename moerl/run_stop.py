@@ -10,6 +10,7 @@ run in whatever loop its caller has (run_until_done).
 
 import asyncio
 import logging
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from moerl.types.errors import CommandError, MoerlError, RunStopped, problem
+from moerl.types.errors import CommandError, ConfigError, MoerlError, RunStopped, problem
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,15 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
         if stop.stopped is None or isinstance(error, MoerlError):
             raise
         raise stop.stopped from None
+
+
+def require_ahead(ends_at: float | None) -> None:
+    """Raises ConfigError for an end, in seconds since 1970, that is over, or no time at all: a run that ends at once says that the same
+    command continues it, and whoever believes it starts it for ever."""
+    now = time.time()
+    if ends_at is not None and not now < ends_at < math.inf:
+        reason = f"it counts seconds since 1970, of which there are {now:.0f} now, and a run that has no time left saves nothing"
+        raise ConfigError([problem("ends_at", ends_at, "must lie ahead", reason, "$(($(date +%s) + 3600)) for an hour from now")])
 
 
 def end_run(run_dir: Path, seconds: float) -> str:

@@ -358,15 +358,17 @@ def test_a_request_that_breaks_a_rule_is_refused(run, served, prompt, sampling, 
     assert run(scenario()).finish_reason == "length"
 
 
-def test_a_request_id_in_flight_cannot_be_used_again(run, served):
-    async def scenario():
-        task = ask(served, "same", max_tokens=served.long)
-        await running(served, task)
-        with pytest.raises(EngineError, match="same.*in flight"):
-            await ask(served, "same")
-        return await task
+def test_the_newer_of_two_requests_of_one_id_is_answered(run, served):
+    """Whoever asked for the older one has lost its connection, or is about to drop it."""
 
-    assert run(scenario()).finish_reason == "length"
+    async def scenario():
+        older = ask(served, "same", max_tokens=served.long)
+        await running(served, older)
+        newer = await ask(served, "same")
+        return newer, await older
+
+    newer, older = run(scenario())
+    assert (newer.finish_reason, older.finish_reason) == ("length", "abort")
 
 
 def test_a_cancelled_request_frees_its_slot(run, served):

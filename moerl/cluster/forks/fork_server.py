@@ -247,6 +247,7 @@ class ForkServer:
             self._watch(child, connection)
             connection.sendall(b"%d\n" % child)
         except (OSError, ValueError) as error:
+            connection.close()
             sys.stderr.write(f"{VARIABLE}: {error}\n")
 
     def _watch(self, child: int, connection: socket.socket) -> None:
