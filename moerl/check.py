@@ -117,8 +117,8 @@ def _unwritable(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("output_dir", config.output_dir, "must be a directory that can be written", f"{there} cannot be", fix)
     for folder in (config.run_dir / name for name in ("checkpoints", "logs", "samples")):
         if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-            reason = "the run writes there, the last checkpoint too"
-            yield problem("output_dir", str(folder), "must be a directory that can be written", reason, f"remove or mend it, or {fix}")
+            rule, reason = "must be a directory that can be written", "the run's checkpoints, logs and samples each have theirs"
+            yield problem("output_dir", str(folder), rule, reason, f"remove or mend it, or {fix}")
 
 
 def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:

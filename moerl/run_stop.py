@@ -135,6 +135,10 @@ def end_run(run_dir: Path, seconds: float) -> str:
     """Outcome, for people. SIGTERM to the run's driver on this machine, which has `seconds` to end."""
     if not run_dir.is_dir():
         raise CommandError([problem("RUN", str(run_dir), "must be a run's directory", "there is none", "its path, output_dir/name")])
+    return _end_driver(run_dir, seconds)
+
+
+def _end_driver(run_dir: Path, seconds: float) -> str:
     driver = driver_of(run_dir)
     if driver is None:
         return f"nothing trains {run_dir} on {socket.gethostname()}"
@@ -160,7 +164,7 @@ def end_run_at_head(run_dir: Path, seconds: float, address: str) -> str:
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     try:
         # Ray's own name for the head's share of itself: 0.001 of it finds room beside whatever runs there.
-        there = ray.remote(num_cpus=0, max_retries=0, resources={"node:__internal_head__": 0.001})(end_run)
+        there = ray.remote(num_cpus=0, max_retries=0, resources={"node:__internal_head__": 0.001})(_end_driver)
         return str(ray.get(there.remote(run_dir, seconds)))
     finally:
         ray.shutdown()

@@ -55,9 +55,11 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError([_composition_problem(error, _recipe_file(parsed, config_dir))]) from error
     settings: dict[str, Any] = {str(key): value for key, value in composed.items()}  # type: ignore[union-attr]
-    if "recipe" in settings:  # Hydra puts a file's settings below its group
+    file = _recipe_file(parsed, config_dir)
+    if "recipe" in settings and file.endswith(".yaml") and "@package" not in Path(file).read_text(encoding="utf-8"):
+        # Hydra has put its settings below the group.
         rule, reason = "must begin with # @package _global_", "without that line its settings are none of a run"
-        raise ConfigError([problem("recipe", _recipe_file(parsed, config_dir), rule, reason, "write it as the first line of the file")])
+        raise ConfigError([problem("recipe", file, rule, reason, "write it as the first line of the file")])
     return settings
 
 

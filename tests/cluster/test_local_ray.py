@@ -83,11 +83,11 @@ def test_an_address_where_nothing_listens_is_told_before_ray_asks_it(failing, mo
     assert not left
 
 
-@pytest.mark.parametrize(("name", "rule"), [("x" * 100, "must have at most 39 characters"), ("nowhere", "must be a directory that can be")])
+@pytest.mark.parametrize(("name", "rule"), [("x" * 100, "must have at most "), ("file", "must be a directory that can be")])
 def test_a_folder_in_which_no_ray_can_start_is_told_before_it_is_tried(failing, monkeypatch, tmp_path, name, rule):
     """Again and again the same command would end the same way."""
     left = failing(9)
-    (tmp_path / ("x" * 100)).mkdir()
+    (tmp_path / "file").touch()
     monkeypatch.setenv("TMPDIR", str(tmp_path / name))
     with pytest.raises(ConfigError) as error, local_ray(60.0):
         pass

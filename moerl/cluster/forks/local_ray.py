@@ -35,7 +35,6 @@ _DAEMONS = ("gcs_server", "raylet")
 _CONNECT_SECONDS = 10.0
 _SOCKET_PATH = 107
 """Bytes of a socket's path, at most (unix(7))."""
-_BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
 
@@ -150,8 +149,10 @@ def _folder() -> Path:
 def _require_folder(folder: Path) -> None:
     """Raises ConfigError for one in which no Ray can start."""
     name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    longest, reason, fix = _SOCKET_PATH - _BELOW_FOLDER, "Ray's sockets and logs lie below it", f"another {name}, on a disk of this node"
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+    longest = _SOCKET_PATH - len(f"/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store")
+    reason, fix = "Ray's sockets and logs lie below it", f"another {name}, on a disk of this node"
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())  # Ray makes the rest
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError([problem(name, str(folder), "must be a directory that can be written", reason, fix)])
     if len(os.fsencode(folder)) > longest:
         rule, reason = f"must have at most {longest} characters", f"{reason}, and the path of a socket at most {_SOCKET_PATH}"
