@@ -69,7 +69,7 @@ class RolloutEngine(WeightReceiver, Protocol):
         """Returns, with the reason, when the server has ended; never for an engine without a process of its own."""
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
-        """Of two requests of one id in flight the newer is answered; the older returns its tokens so far with finish_reason "abort"."""
+        """Answer to a request. The older of two of one id in flight returns its tokens so far, with finish_reason "abort"."""
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         """Stop these requests (None: all); their `generate` returns the tokens so far with finish_reason "abort"."""
