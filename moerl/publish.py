@@ -128,12 +128,15 @@ class WeightPublisher:
         await self._residency.share()
         sync = await self._sync_with(members)
         await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
+        starts = {member: member.num_starts for member in members}
         self._last_push = await sync.push(self._version)
+        # One that ended in the last call of the push, after its answer, and was started again has nothing of it, and perhaps another name.
+        members = [member for member in members if member.num_starts == starts[member]]
         self._fleet.served(members, version=self._version, push_ids=self._last_push.push_ids)
         self._fleet.forget_pushes(before=self._version - self._config.max_staleness)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()
-        return await self._trust.canary(members) if with_canary else None
+        return await self._trust.canary(members) if with_canary and members else None
 
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""

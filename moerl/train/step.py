@@ -105,7 +105,8 @@ class TrainStep:
         reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
         trouble, refused = None, bool(disagreeing(total.server_mismatch(), self._mismatch_limit))
         is_finite = math.isfinite(grad_norm) and math.isfinite(total.loss)
-        applies = not refused and is_finite and denominators.num_trained > 0  # else momentum alone would move the weights
+        is_empty = denominators.num_trained(loss) == 0
+        applies = not refused and is_finite and not is_empty  # else momentum alone would move the weights
         if applies:
             with norm_known(self.optimizer, grad_norm):
                 self.optimizer.step()
@@ -123,7 +124,7 @@ class TrainStep:
             trouble=trouble,
             refused=refused,
             whole_minibatch_seconds=seconds,
-            is_empty=denominators.num_trained == 0,
+            is_empty=is_empty,
         )
 
     def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss | ValueLossSettings) -> tuple[Share, Denominators]:
@@ -261,7 +262,7 @@ class MiniBatchResult:
     refused: bool
     """Nothing was updated: a server sampled with other weights than it says."""
     is_empty: bool
-    """Nothing was updated: corrections took all out."""
+    """Nothing was updated: corrections took all out, or nothing has a weight."""
     whole_minibatch_seconds: float
     """Time of the pass that the objective needs before the update."""
 

@@ -96,6 +96,48 @@ def test_a_server_that_dies_ends_the_run_and_is_named(tmp_path, max_staleness):
     assert len(run.groups) < 20
 
 
+class Renamed(FakeEngine):
+    """Serves at another port after every start."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.num_starts, self.has_answered, self.is_back = 0, asyncio.Event(), asyncio.Event()
+
+    async def start(self):
+        self.num_starts += 1
+        self.name = f"first:{self.num_starts}"
+        await super().start()
+        if self.num_starts == 2:
+            self.is_back.set()
+
+    async def finish(self, version, push_id):
+        await super().finish(version, push_id)
+        if version == 2:
+            self.has_answered.set()
+
+
+class Late(FakeEngine):
+    """Answers the end of the push of version 2 when `other`, which has answered, was ended and started again."""
+
+    other: Renamed
+
+    async def finish(self, version, push_id):
+        await super().finish(version, push_id)
+        if version == 2:
+            await self.other.has_answered.wait()
+            self.other.kill()
+            await self.other.is_back.wait()
+
+
+def test_a_server_started_again_under_another_port_in_the_last_call_of_a_push_gets_the_weights_anew(tmp_path):
+    first, late = new_engine("first:0", Renamed), new_engine("late", Late)
+    late.other = first
+    run = InProcessRun(make_config(tmp_path), engines=[first, late])
+    asyncio.run(run.play())
+    assert list(run.groups) == [1, 2, 3, 4]
+    assert first._version == 4 and run.metrics()[-1]["fleet/restarts"] == 1
+
+
 # -- weights ---------------------------------------------------------------------------------------------------
 
 

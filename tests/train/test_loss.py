@@ -16,6 +16,7 @@ from moerl.train.batching.micro_batch_plan import plan_micro_batches
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.loss_sums import SUMMED, LossSums, step_statistics
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 
 CONFIGS = {
@@ -254,6 +255,12 @@ def test_tokens_without_a_loss_get_no_gradient():
     batch = make_batch(rng)
     _, grad, _ = run(batch, Policy(rng, len(batch.token_ids_T)), SUPERVISED, single(batch))
     assert (grad != 0).tolist() == batch.response_mask_T.tolist()
+
+
+def test_a_loss_of_weighted_tokens_alone_trains_nothing_where_no_token_has_a_weight():
+    counted = Denominators(num_tokens=5, num_sequences=2)
+    assert counted.num_trained(SUPERVISED) == 0 and counted.num_trained(LOSSES["grpo"]) == counted.num_trained(ValueLossSettings()) == 5
+    assert replace(counted, num_ce=3).num_trained(SUPERVISED) == 3
 
 
 def test_a_micro_batch_of_padding_gives_zero_with_a_gradient_path():

@@ -22,6 +22,7 @@ from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
+from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import Batch
 
 TEACHER_FALL = 0.2
@@ -45,10 +46,10 @@ class Denominators:
     num_kl: int = 0
     """Tokens whose weight of the distance from a teacher is not 0."""
 
-    @property
-    def num_trained(self) -> int:
-        """Tokens that any component of the loss has, counted once for each."""
-        return self.num_tokens + self.num_ce + self.num_kl
+    def num_trained(self, loss: Loss | ValueLossSettings) -> int:
+        """Tokens that any component of `loss` has, counted once for each."""
+        has_own = isinstance(loss, ValueLossSettings) or loss.objective is not None
+        return has_own * self.num_tokens + self.num_ce + self.num_kl
 
     @classmethod
     def of(cls, mini_batch: Batch) -> "Denominators":
