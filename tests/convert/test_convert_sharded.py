@@ -152,6 +152,13 @@ def test_a_checkpoint_whose_model_is_not_known_says_what_its_folder_lacks(checkp
         convert(Conversion(source=directory, target=tmp_path / "hf", files_from=Path("/nowhere")), dry_run=True)
 
 
+@pytest.mark.parametrize("part", ["", "checkpoints"])
+def test_a_run_in_the_place_of_one_of_its_checkpoints_is_told_the_newest(part, checkpoints, tmp_path):
+    directory = to_sharded(checkpoints["qwen3"], tmp_path)
+    with pytest.raises(ConvertError, match=f"must be one checkpoint.*\\n.*\\n.*its newest is {directory}"):
+        convert(Conversion(source=tmp_path / part, target=tmp_path / "hf"), dry_run=True)
+
+
 def test_a_folder_and_its_checkpoint_compare_equal(checkpoints, tmp_path):
     directory = to_sharded(checkpoints["untied-qwen3_moe"], tmp_path)
     comparison = compared(checkpoints["untied-qwen3_moe"], directory, tolerance=0.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces, read_tensor
 from moerl.models.hf_checkpoint import INDEX
+from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import ConvertError, Problem, can_be, problem
 from moerl.types.json_text import is_file_name, read_object
 
@@ -30,6 +31,10 @@ class HFSource:
         problems: list[Problem] = []
         if not can_be(directory) or not directory.is_dir():
             raise ConvertError([problem("SRC", str(directory), "is no directory", f"looked at {directory.absolute()}", "its path")])
+        for root in (directory, directory / "checkpoints"):
+            if (checkpoint := newest(root)) is not None:
+                reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
+                raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
         config = _read_object(directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
         if problems:
