@@ -84,7 +84,8 @@ async def run(
                 await weights.push(version)
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
-    await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
+    if first_version <= config.num_steps:  # else the weights are those of a later step
+        await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
 
 
 async def _load(train: TrainGroup, companions: Companions | None, prompts: PromptSource) -> tuple[int, dict[str, Any]]:

@@ -54,7 +54,8 @@ def report_finished(config: RunConfig) -> Path | None:
     saved = newest(config.run_dir / "checkpoints")
     if saved is None or version_of(saved) < config.num_steps or not metrics_path(config.run_dir).is_file():
         return None
-    if is_evaluated(config, config.num_steps) and not has_evaluated(config.run_dir, config.num_steps):
+    ends_there = version_of(saved) == config.num_steps  # else the weights of that step are gone
+    if ends_there and is_evaluated(config, config.num_steps) and not has_evaluated(config.run_dir, config.num_steps):
         return None
     (config.run_dir / FILE).unlink(missing_ok=True)
     return write_report(config.run_dir)

@@ -72,6 +72,13 @@ def test_training_is_the_same_with_and_without_evaluations(tmp_path, max_stalene
     assert list(evaluations(evaluated)) == [0, 2, 4, 5] and evaluations(plain) == {}
 
 
+def test_a_run_that_has_trained_further_evaluates_nothing_under_an_earlier_step_and_keeps_its_rows(tmp_path):
+    config = make_config(tmp_path, num_steps=4, eval=EVAL)
+    rows = play(config).metrics()
+    shorter = play(replace(config, num_steps=3))  # step 3 would be its last, and every second is evaluated
+    assert shorter.metrics() == rows and 3 not in evaluations(shorter)
+
+
 def test_every_prompt_is_asked_as_often_as_said_and_files_hold_every_sample(tmp_path):
     run = play(make_config(tmp_path, eval=EVAL))
     metrics = evaluations(run)[2]
