@@ -17,7 +17,7 @@ from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.rules.server_layout_rules import start_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
-from moerl.evaluation.request import Evaluation, evaluation_of, kind_of, source_of, source_problems, with_model
+from moerl.evaluation.request import Evaluation, evaluation_of, kind_of, out_problems, source_of, source_problems, with_model
 from moerl.planner.verdict import gpu_problems
 from moerl.rewards.reward_rules import check_reward
 from moerl.rollout.datasets.load_dataset import check_data
@@ -62,8 +62,7 @@ def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out
     if source is not None and kind_of(source) == "run":
         problems += _trained_otherwise(config, source)
     problems += cannot_start(config, facts)
-    if out is not None and out.exists() and not out.is_dir():
-        problems.append(problem("--out", str(out), "must be a directory", "samples and results are written there", "another --out="))
+    problems += out_problems(out) if out is not None else ()
     if problems:
         raise ConfigError(problems)
     assert source is not None

@@ -1,5 +1,6 @@
 """Which checkpoint `moerl eval` evaluates, in which directory, and what is wrong with that. Imports no torch."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
 from moerl.types.errors import NOT_SET, Problem, problem
 
+IDENTITY = "evaluation.json"
+"""Of which checkpoint and settings the samples beside it are."""
 _SAMPLED_BY = ("model", "reward", "rollout", "eval", "deterministic", "seed")
 """Sections that decide what is sampled, and how it is scored."""
 
@@ -62,6 +65,19 @@ def source_problems(config: RunConfig, checkpoint: Path | None) -> Iterator[Prob
         there = newest(source / "checkpoints") or newest(source)
         fix = f"{path}={there}" if there is not None else f"{path}=RUN/checkpoints/step-N, or a folder with config.json and safetensors"
         yield problem(path, str(source), "holds no checkpoint", "it is neither step-N of a run nor a Hugging Face folder", fix)
+
+
+def out_problems(out: Path) -> Iterator[Problem]:
+    """What keeps samples and results from being written there: an evaluation replaces what is there, which must be one's own."""
+    if out.exists() and not out.is_dir():
+        yield problem("--out", str(out), "must be a directory", "samples and results are written there", "another --out=")
+    elif out.is_dir() and not (out / IDENTITY).is_file():
+        others = [name for name in ("checkpoints", "metrics.jsonl", "samples") if os.path.lexists(out / name)]
+        if others:
+            reason = f"it has {', '.join(others)}, which are not an evaluation's and would be lost"
+            yield problem(
+                "--out", str(out), "must be new, or of an evaluation", reason, f"--out={out / 'evaluation'}, or another directory"
+            )
 
 
 def with_model(config: RunConfig, source: Path) -> RunConfig:

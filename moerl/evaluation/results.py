@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moerl.evaluation.estimates import Z_95, Estimate, Result
+from moerl.evaluation.request import IDENTITY
 
 RESULTS = "results.json"
-_IDENTITY = "evaluation.json"
 
 
 def write_results(directory: Path, results: Sequence[Result], *, version: int, checkpoint: str | None = None) -> dict[str, float]:
@@ -31,7 +31,7 @@ def discard(directory: Path) -> None:
 
 def keep_samples_of(directory: Path, identity: Mapping[str, Any]) -> None:
     """Samples that are in `directory` stay only if they are of the same checkpoint and settings, and the evaluation has not ended."""
-    file, results = directory / _IDENTITY, directory / RESULTS
+    file, results = directory / IDENTITY, directory / RESULTS
     if results.exists() or not file.exists() or json.loads(file.read_text()) != identity:
         shutil.rmtree(directory / "samples", ignore_errors=True)
         _write(file, identity)

@@ -8,6 +8,7 @@ from moerl.check import load_checked, load_evaluation
 from moerl.config.load import load
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
+from moerl.evaluation.results import keep_samples_of
 from moerl.scratch_model import write_scratch_model
 from moerl.starting_model import load_model
 from moerl.train.checkpoint import checkpoint_dirs
@@ -132,3 +133,14 @@ def test_what_changes_the_samples_changes_the_identity(folder: Path, tmp_path: P
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes() + b" ")
     assert identity() != before
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples"])
+def test_results_are_written_over_an_evaluation_and_over_nothing_else(folder: Path, tmp_path: Path, name: str):
+    words, out = (DEMO, EVAL, f"output_dir={tmp_path}"), tmp_path / "out"
+    (out / name).mkdir(parents=True)
+    with pytest.raises(ConfigError) as error:
+        load_evaluation(words, checkpoint=folder, out=out)
+    assert [(each.path, each.rule) for each in error.value.problems] == [("--out", "must be new, or of an evaluation")]
+    keep_samples_of(out, {})
+    assert load_evaluation(words, checkpoint=folder, out=out).config.run_dir == out
