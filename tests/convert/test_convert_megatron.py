@@ -17,6 +17,11 @@ from safetensors.torch import load_file
 from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
 from moerl.convert.conversion import Conversion, convert
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.sharded.hf_to_sharded import parts_of
+from moerl.convert.sharded.sharded_source import FORMAT, ShardPart, sharded_jobs, write_index
+from moerl.convert.tensors.entry import computed
+from moerl.convert.tensors.writing import write_files
 from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.types.errors import ConvertError
@@ -159,3 +164,20 @@ def test_another_format_and_an_index_that_runs_a_command_are_refused(saved, mode
         ended = moerl(*verb)
         assert ended.returncode == 2 and "which is no data of a checkpoint" in ended.stderr
     assert not mark.exists()
+
+
+def test_a_critic_of_a_model_with_a_tied_output_layer_is_refused_and_does_not_lose_its_head(models, tmp_path):
+    model = models["qwen2-tied"]
+    head = computed("head", torch.float32, (1, 32), lambda: torch.ones(1, 32))
+    parts = parts_of(HFSource.open(model), torch.float32)
+    parts.append(ShardPart(entry=head, key="output_layer.weight", offset=(0, 0), global_shape=(1, 32)))
+
+    def complete(directory, finished):
+        write_index(directory, parts, finished)
+        (directory / "metadata.json").write_text(json.dumps(FORMAT))
+
+    jobs = sharded_jobs(parts, shard_bytes=10**6, nonfinite="ignore")
+    write_files(jobs, tmp_path / "critic", plan={}, workers=1, on_bytes=lambda num_bytes: None, complete=complete)
+    with pytest.raises(ConvertError) as caught:
+        convert(Conversion(source=tmp_path / "critic", target=tmp_path / "hf", files_from=model), dry_run=False)
+    assert [str(each.value).split(": ")[-1] for each in caught.value.problems] == ["output_layer.weight"]

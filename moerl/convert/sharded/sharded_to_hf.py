@@ -20,6 +20,8 @@ from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.models.shards import Sizes, merge
 from moerl.types.errors import ConvertError, problem
 
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+
 
 def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | None, *, without_untrained: bool = False) -> list[Entry]:
     """`origin`: the folder the run started from, for layers of multi-token prediction that were not trained. Raises ConvertError.
@@ -32,8 +34,8 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     shapes = {key: tuple(held.size) for key, held in weights.items()}
     counts = {"num_layers": sizes.num_layers, "num_experts": num_experts(family, source.config)}
     parameters, problems = parameters_of_keys(family, shapes, **counts)
-    if is_tied(source.config):
-        parameters = [each for each in parameters if each.key != "output_layer.weight"]
+    if is_tied(source.config) and shapes.get(_OUTPUT) == shapes.get(_EMBEDDING):  # else it is a critic's head
+        parameters = [each for each in parameters if each.key != _OUTPUT]
     refused = [str(each.value) for each in problems]
     problems += [*stored_problems(source, family, parameters), *absent_problems(source, family, parameters, refused)]
     if problems:
