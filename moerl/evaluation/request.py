@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from moerl.config.load import to_plain
 from moerl.config.schema.run_config import RunConfig
+from moerl.train.checkpoint.checkpoint_check import check
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
 from moerl.types.errors import NOT_SET, Problem, problem
 
@@ -27,7 +28,9 @@ class Evaluation:
     """The same, if it is a run's; None: a Hugging Face folder, which is `config.model.path`."""
 
     def identity(self) -> dict[str, Any]:
-        """Equal for evaluations that make the same samples."""
+        """Equal for evaluations that make the same samples. Raises CheckpointError if the checkpoint has gone since it was found."""
+        if self.checkpoint is not None:
+            check(self.checkpoint)
         plain = to_plain(self.config)
         files = sorted(self.source.glob("*.safetensors")) if self.checkpoint is None else [self.source / MANIFEST]
         return {

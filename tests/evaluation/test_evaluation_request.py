@@ -1,10 +1,12 @@
 """What `moerl eval` and the section `eval` refuse, and that the evaluation of a run has a directory and settings of its own."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from moerl.check import load_checked, load_evaluation
+from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.load import load
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
@@ -12,6 +14,7 @@ from moerl.evaluation.results import keep_samples_of
 from moerl.scratch_model import write_scratch_model
 from moerl.starting_model import load_model
 from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.types.errors import CheckpointError, ConfigError, DataError
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
@@ -82,6 +85,20 @@ def test_a_checkpoint_of_another_model_and_a_damaged_one_are_refused(tmp_path: P
     (other / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="manifest.json"):
         load_evaluation((DEMO, EVAL, f"output_dir={tmp_path}"), checkpoint=other, out=None)
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(tmp_path: Path):
+    words = (DEMO, EVAL, f"output_dir={tmp_path}")
+    run_dir = load_checked(words).run_dir
+    model = scratch_config(ScratchModel(), 32)
+    first = save(run_dir, 1, model)
+    evaluation = load_evaluation(words, checkpoint=None, out=None)
+    save(run_dir, 2, model)
+    shutil.rmtree(first)
+    with pytest.raises(CheckpointError, match="step-000001 is not there any more"):
+        evaluation.identity()
+    with pytest.raises(CheckpointError, match="step-000001 is not there any more"):
+        read_state(first)
 
 
 def test_an_evaluation_leaves_the_directory_of_the_run_to_the_run(folder: Path, tmp_path: Path):

@@ -76,6 +76,9 @@ def content_faults(directory: Path, names: Sequence[str]) -> list[str]:
 
 def damaged(directory: Path, faults: Sequence[str]) -> CheckpointError:
     """The error that lists `faults` and what to do."""
+    if not directory.is_dir():
+        reason = "its run may be going on, and deletes all but the newest keep_checkpoints"
+        return CheckpointError(f"checkpoint {directory} is not there any more: {reason}; the same command takes one that is there")
     older = [path for path in reversed(complete(directory.parent)) if version_of(path) < version_of(directory)]
     whole = next((path for path in older if not _faults(path)), None)
     doomed = [directory, *older[: older.index(whole) if whole is not None else None]]
