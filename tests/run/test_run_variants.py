@@ -7,6 +7,7 @@ import socket
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, train
 
@@ -175,14 +176,17 @@ def hf_tensors(directory):
 
 
 def test_grpo_starts_from_the_weights_of_the_warm_start(tmp_path, capsys):
-    """With a learning rate too small to change a float32, so that the checkpoint holds what the first step started from."""
+    """With a learning rate too small to change a float32, so that the checkpoint holds what the first step started from: weights as they
+    were trained, whatever servers hold."""
     constant = ("train.optimizer.lr=1e-30", "train.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.1")
-    first = train(tmp_path, *WARM, *constant, "num_steps=1", recipe=ADD)[0]
+    served = ("rollout.dtype=bfloat16", "weights.mismatch_limit=0.1")
+    first = train(tmp_path, *WARM, *constant, *served, "num_steps=1", recipe=ADD)[0]
     assert "warm start 4/4: loss" in capsys.readouterr().out
     assert first["train/kl_reference"] == 0.0
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "decoder.final_layernorm.weight": "model.norm.weight"}
     model, warm = (hf_tensors(tmp_path / ADD / name) for name in ("model", "warm_start"))
     trained = checkpoint_tensors(tmp_path / ADD)
+    assert {tensor.dtype for tensor in warm.values()} == {torch.float32}
     for ours, theirs in names.items():
         assert trained[ours] == warm[theirs].numpy().tobytes()
         assert trained[ours] != model[theirs].numpy().tobytes()
