@@ -23,7 +23,7 @@ from moerl.convert.sharded.megatron_bridge_target import bridge_problems, comple
 from moerl.convert.sharded.megatron_source import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
-from moerl.convert.sharded.sharded_to_hf import entries_of
+from moerl.convert.sharded.sharded_to_hf import entries_of, stored_dtype
 from moerl.convert.tensors.count_nonfinite import NonFinite, report
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnBytes, target_problems, write_files
@@ -162,7 +162,7 @@ def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool
     dtype = None if conversion.dtype == "keep" else getattr(torch, conversion.dtype)
     entries = entries_of(source, origin_of(conversion.source, conversion.files_from).directory, dtype)
     # As it is stored, the dtype of config.json is the one the run trained in, which may differ from the model's.
-    named = conversion.dtype if dtype is not None else str(entries[0].dtype).removeprefix("torch.")
+    named = conversion.dtype if dtype is not None else str(stored_dtype(source)).removeprefix("torch.")
     config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
     identity = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else identity_of(folder)
     return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)

@@ -12,7 +12,7 @@ from convert_jobs import load_and_export, train_save_export
 from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
@@ -120,6 +120,16 @@ def test_untrained_layers_of_multi_token_prediction_come_from_the_original_folde
         convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=False)
     convert(Conversion(source=directory, target=tmp_path / "hf", files_from=deepseek), dry_run=False)
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out"))
+
+
+def test_the_dtype_in_config_json_is_that_of_the_weights_where_biases_of_routers_come_first(deepseek, tmp_path):
+    folder = tmp_path / "bfloat16"
+    convert(Conversion(source=deepseek, target=folder, dtype="bfloat16"), dry_run=False)
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")  # the widest dtype first, as everybody writes them
+    directory = to_sharded(folder, tmp_path, "bfloat16")
+    convert(Conversion(source=directory, target=tmp_path / "hf", files_from=folder), dry_run=False)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(folder))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_runs_checkpoint_becomes_a_folder_with_the_tokenizer_of_its_model(checkpoints, tmp_path):

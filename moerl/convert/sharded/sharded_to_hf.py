@@ -44,7 +44,13 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):
         return entries
-    return entries + _mtp_entries(source, parameters, entries, origin, range(sizes.num_layers, sizes.num_layers + num_mtp))
+    layers, dtype = range(sizes.num_layers, sizes.num_layers + num_mtp), stored_dtype(source) if dtype is None else dtype
+    return entries + _mtp_entries(source, parameters, entries, origin, layers, dtype)
+
+
+def stored_dtype(source: ShardedSource) -> torch.dtype:
+    """That of the embedding, and of all weights but those that routers need in float32."""
+    return source.weights()[_EMBEDDING].properties.dtype
 
 
 def _entries(
@@ -72,7 +78,7 @@ class _Shared:
 
 
 def _mtp_entries(
-    source: ShardedSource, parameters: list[Parameter], entries: list[Entry], origin: Path | None, layers: range
+    source: ShardedSource, parameters: list[Parameter], entries: list[Entry], origin: Path | None, layers: range, dtype: torch.dtype
 ) -> list[Entry]:
     """Copies that published checkpoints hold for these layers, and the layers themselves if the run did not train them."""
     if not layers:
@@ -95,7 +101,7 @@ def _mtp_entries(
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
         for name in original.tensors:
             if name.startswith(prefixes) and name not in by_name and name not in added and not hf_plan.is_scale(original, name):
-                added[name] = hf_plan.without_fp8(original, name, entries[0].dtype)
+                added[name] = hf_plan.without_fp8(original, name, dtype)
     return list(added.values())
 
 
