@@ -131,7 +131,7 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
     An evaluation that was stopped goes on where it was. Raises MoerlError, as `train`; leaves no process and no shared memory.
     """
     config = evaluation.config
-    with _claimed(config):
+    with _claimed(config, by="evaluating into this directory; wait for it, or choose another --out="):
         keep_samples_of(config.run_dir, evaluation.identity())
         with Observer(config) as observe:
             results = run_until_done(_evaluate(evaluation, observe))
@@ -306,14 +306,15 @@ async def _together(*starts: Any) -> None:
 
 
 @contextmanager
-def _claimed(config: RunConfig) -> Iterator[None]:
-    """The run's directory, for this process alone, with the configuration it started from; a hang ends it as deadlines.on_hang says."""
+def _claimed(config: RunConfig, *, by: str = "training this run; wait for it, or choose another name=") -> Iterator[None]:
+    """The run's directory, for this process alone, with the configuration it started from; a hang ends it as deadlines.on_hang says. `by`:
+    what another process that has it is doing, and what to do."""
     answer_stack_requests()
     with _directory(config) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise MoerlError(f"{config.run_dir}: another process is training this run; wait for it, or choose another name=") from error
+            raise MoerlError(f"{config.run_dir}: another process is {by}") from error
         with _writable(config):
             saved = config.run_dir / "config.yaml"
             temporary = saved.with_suffix(".tmp")

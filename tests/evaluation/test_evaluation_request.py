@@ -1,5 +1,6 @@
 """What `moerl eval` and the section `eval` refuse, and that the evaluation of a run has a directory and settings of its own."""
 
+import fcntl
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from moerl.config.load import load
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
 from moerl.evaluation.results import keep_samples_of
+from moerl.run import evaluate
 from moerl.scratch_model import write_scratch_model
 from moerl.starting_model import load_model
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import read_state
-from moerl.types.errors import CheckpointError, ConfigError, DataError
+from moerl.types.errors import CheckpointError, ConfigError, DataError, MoerlError
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
 
@@ -161,3 +163,13 @@ def test_results_are_written_over_an_evaluation_and_over_nothing_else(folder: Pa
     assert [(each.path, each.rule) for each in error.value.problems] == [("--out", "must be new, or of an evaluation")]
     keep_samples_of(out, {})
     assert load_evaluation(words, checkpoint=folder, out=out).config.run_dir == out
+
+
+def test_a_second_process_that_evaluates_into_the_same_directory_is_refused(folder: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    evaluation = load_evaluation((DEMO, EVAL, f"output_dir={tmp_path}"), checkpoint=folder, out=out)
+    with (out / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MoerlError, match="another process is evaluating into this directory; wait for it, or choose another --out="):
+            evaluate(evaluation)
