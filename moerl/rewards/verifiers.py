@@ -24,6 +24,9 @@ FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 """verl's: f(data_source, solution_str, ground_truth, extra_info) -> float | dict. They are passed by name."""
 _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A dollar sign after a backslash is money."""
+_PERCENT = re.compile(r"\s*([-+]?[\d.,]+)\s*\\?%\s*")
+_PERCENT_FORMS = (r"${}\%$", r"\boxed{{{}%}}")
+"""In a box math-verify gives a percentage no value, and takes one without a backslash for other text than one with it."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
@@ -71,8 +74,8 @@ def _format(term: RewardTerm) -> Verifier:
 def _math(term: RewardTerm) -> Verifier:
     """1 if math-verify finds the response's last answer equal to the ground truth, else 0.
 
-    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX. math-verify's own time limits use
-    signals and stop at C code, so they are off: the pool's deadline ends a check.
+    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX, a percentage in
+    each of its forms. math-verify's own time limits use signals and stop at C code, so they are off: the pool's deadline ends a check.
     """
     from math_verify import parse, verify
 
@@ -82,6 +85,8 @@ def _math(term: RewardTerm) -> Verifier:
     def check_answer(check: VerifierInput) -> float:
         truth = check.ground_truth
         wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
+        if percentage := _PERCENT.fullmatch(truth):
+            wanted = [each for form in _PERCENT_FORMS for each in parse(form.format(percentage[1]), parsing_timeout=None)]
         wanted = wanted or parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
         if not wanted:
             raise ValueError(f"math-verify finds no answer in the ground truth {truth!r}")

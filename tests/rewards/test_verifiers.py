@@ -63,6 +63,13 @@ def test_format_matches_the_whole_response(text, value):
         ("(1,2]", "\\boxed{(1,2)}", 0.0),
         ("\\sqrt{2}", "$\\sqrt 2$", 1.0),
         ("\\{1,2\\}", "\\boxed{\\{2,1\\}}", 1.0),
+        ("50%", "\\boxed{50\\%}", 1.0),
+        ("50%", "The answer is 50%.", 1.0),
+        ("50\\%", "The answer is 50%.", 1.0),
+        ("12.5 %", "$12.5\\%$", 1.0),
+        ("50\\%", "\\boxed{50%}", 1.0),
+        ("50%", "\\boxed{51\\%}", 0.0),
+        ("50%", "\\boxed{51%}", 0.0),
     ],
 )
 def test_math_judges_the_last_answer_by_its_value(ground_truth, text, value):
