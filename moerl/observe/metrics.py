@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from moerl.algorithms.advantages import is_rounding
 from moerl.types.completion import DraftCounts
 from moerl.types.groups import Group, Sample
 from moerl.types.push import PushStats
@@ -263,7 +264,7 @@ def _group_metrics(groups: Sequence[Group], full_reward: float) -> dict[str, flo
     # Weighted sums of parts carry rounding, so a full reward is one within 1e-6 of the sum of the weights.
     return {
         "groups/solved": float(np.mean([rewards_G.min() >= full_reward - 1e-6 for rewards_G in rewards])),
-        "groups/uniform": float(np.mean([np.ptp(rewards_G) == 0 for rewards_G in rewards])),
+        "groups/uniform": float(np.mean([is_rounding(np.ptp(rewards_G), rewards_G) for rewards_G in rewards])),
     }
 
 

@@ -49,6 +49,7 @@ def test_groups_are_solved_only_with_the_full_reward(measure, make_group, make_s
     values = measure(solved, failed, failed, mixed)
     assert values["groups/solved"] == 0.25
     assert values["groups/uniform"] == 0.75
+    assert measure(make_group(make_sample(0.1 + 0.2), make_sample(0.3)))["groups/uniform"] == 1.0, "but for rounding, as in advantages"
 
 
 def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(measure, make_group, make_sample):
