@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import numpy as np
+
+from moerl.algorithms.advantages import is_rounding
 from moerl.types.errors import DynamicSamplingError, MoerlError
 from moerl.types.groups import Group
 
@@ -86,10 +89,12 @@ class TicketBuffer(ABC):
 
 def outcome_of(group: Group) -> str:
     """Words for why a group was dropped."""
-    rewards = sorted(set(group.rewards_G.tolist()))
-    if not rewards:
+    rewards = group.rewards_G
+    if not len(rewards):
         return "had no sample that could be scored"
-    if len(rewards) == 1:
+    if group.lacks_greedy:
+        return "had no reward at temperature 0, with which its samples are compared"
+    if is_rounding(np.ptp(rewards), rewards):
         return f"scored {rewards[0]:g} for every sample"
     return "scored differently only in samples the algorithm leaves out"
 
