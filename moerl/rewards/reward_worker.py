@@ -209,7 +209,11 @@ def _number(value: Any) -> float | None:
 def _message(error: BaseException) -> str:
     """With the innermost place in code, which in a user's function is what it takes to mend it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    said = _short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    try:
+        text = str(error)
+    except Exception as other:  # a class of the user's
+        text = f"its text cannot be made: {type(other).__name__}"
+    said = _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
     return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
 
 

@@ -76,6 +76,7 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_unweighted(functions):
     ("text", "kind", "said"),
     [
         ("raise", "raised", "KeyError: 'no such answer'"),
+        ("mute", "raised", "Mute: its text cannot be made: TypeError (at "),
         ("exit", "raised", "SystemExit: 3"),
         ("memory", "raised", "MemoryError"),
         ("nan", "not_a_number", "returned nan, which is not a finite number"),
