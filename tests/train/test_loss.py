@@ -347,6 +347,16 @@ def test_a_step_of_several_mini_batches_reports_the_mismatch_of_the_first():
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
+def test_the_distance_from_a_teacher_is_that_of_the_first_mini_batch_with_one():
+    def sums_of(**values):
+        sums = torch.tensor([float(values.get(name, 0)) for name in SUMMED]).double()
+        return LossSums(sums=sums, mismatch_max=torch.tensor(0.0).double())
+
+    alone, taught, moved = sums_of(num_tokens=4), sums_of(num_tokens=4, kl_teacher=3, num_taught=2), sums_of(kl_teacher=9, num_taught=1)
+    for mini_batches, distance in (([alone], None), ([taught, moved], 1.5), ([alone, taught, moved], 1.5)):
+        assert step_statistics(mini_batches, uses_reference=False, trains_mtp=False)["kl_teacher"] == distance
+
+
 def test_a_loss_in_float64_is_weighted_in_float64():
     batch = replace(make_batch(np.random.default_rng(6), with_old=False), ce_weight_T=None)
     packed = pack(batch, single(batch)[0], 1)

@@ -150,11 +150,12 @@ def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) ->
 def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, trains_mtp: bool) -> dict[str, Any]:
     """Fields of StepStats from the sums of each mini-batch of a step, in order, reduced over every rank.
 
-    loss, mtp_loss: mean over the mini-batches. first_kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference:
-    None without a reference. The rest: token means over the step.
+    loss, mtp_loss: mean over the mini-batches. first_kl_old and the mismatch: the first mini-batch, before the policy moved. kl_teacher:
+    the first with taught tokens. kl_reference: None without a reference. The rest: token means over the step.
     """
     per_batch = [batch.by_name() for batch in mini_batches]
     first = per_batch[0]
+    taught = next((batch for batch in per_batch if batch["num_taught"]), None)
     num_tokens = sum(batch["num_tokens"] for batch in per_batch)
 
     def mean(name: str, count: str = "num_tokens") -> float:
@@ -180,7 +181,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
         "mismatch_kl": first_mean("mismatch_kl"),
         "mismatch": _mismatch(first_mean),
         "mtp_loss": sum(batch["mtp_loss"] for batch in per_batch) / len(per_batch) if trains_mtp else None,
-        "kl_teacher": first_mean("kl_teacher", "num_taught") if first["num_taught"] else None,
+        "kl_teacher": None if taught is None else taught["kl_teacher"] / taught["num_taught"],
         "objective": {
             name: sum(batch.metrics()[name] for batch in mini_batches) / max(num_tokens, 1) for name in mini_batches[0].metric_names
         },
