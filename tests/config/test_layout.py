@@ -18,6 +18,8 @@ shapes = st.builds(
     max_positions=st.just(64),
     num_experts=st.one_of(st.none(), st.sampled_from([4, 8, 12])),
     expert_ffn_size=st.sampled_from([8, 12]),
+    dense_ffn_size=st.sampled_from([0, 8, 12]),
+    shared_ffn_size=st.sampled_from([0, 8, 12]),
 )
 
 
@@ -38,6 +40,7 @@ def test_an_accepted_layout_cuts_the_model_into_whole_parts(layout: Layout, shap
     if not accepted(layout, shape):
         return
     assert shape.num_heads % layout.tp == shape.num_kv_heads % layout.tp == 0
+    assert shape.dense_ffn_size % layout.tp == shape.shared_ffn_size % layout.tp == 0
     if shape.num_experts is None:
         assert layout.ep == layout.etp == 1
     else:

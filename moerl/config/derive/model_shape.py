@@ -29,7 +29,10 @@ class ModelShape:
     has_expert_bias: bool = False
     """Its routers choose experts with a correction bias."""
     has_latent_attention: bool = False
-    has_shared_experts: bool = False
+    dense_ffn_size: int = 0
+    """Inner size of its dense MLPs; 0: it has none."""
+    shared_ffn_size: int = 0
+    """Inner size of the experts of every token, together; 0: it has none."""
     has_biased_experts: bool = False
     """The projections of its experts have biases."""
     has_sinks: bool = False
@@ -39,11 +42,17 @@ class ModelShape:
     delta_heads: int | None = None
     """Key heads of gated delta nets; None: it has none."""
 
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.shared_ffn_size > 0
+
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     """Shape of a model of a family in moerl/models, whether or not it breaks a rule of its family. KeyError for what config.json lacks."""
     megatron = find_family(config).transformer_config(config)
     num_experts = megatron.get("num_moe_experts")
+    layers = megatron.get("moe_layer_freq")
+    has_dense = num_experts is None or (isinstance(layers, list) and 0 in layers)
     return ModelShape(
         model_type=config["model_type"],
         num_layers=megatron["num_layers"],
@@ -56,7 +65,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         routes=None if num_experts is None else _routes(megatron, num_experts),
         has_expert_bias=megatron.get("moe_router_enable_expert_bias", False),
         has_latent_attention=megatron.get("multi_latent_attention", False),
-        has_shared_experts=megatron.get("moe_shared_expert_intermediate_size") is not None,
+        dense_ffn_size=megatron["ffn_hidden_size"] if has_dense else 0,
+        shared_ffn_size=megatron.get("moe_shared_expert_intermediate_size") or 0,
         has_biased_experts=num_experts is not None and megatron["add_bias_linear"],
         has_sinks=megatron.get("softmax_type") == "learnable",
         has_index=megatron.get("experimental_attention_variant") == "dsa",

@@ -49,6 +49,8 @@ def _model_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     yield from _uneven(layout, "tp", heads, f"the model's {heads} attention heads", "each rank owns whole heads")
     yield from _uneven(layout, "tp", kv_heads, f"the model's {kv_heads} key/value heads", "moerl does not replicate key/value heads")
+    for size, of in ((shape.dense_ffn_size, "dense MLPs"), (shape.shared_ffn_size, "shared experts")):
+        yield from _uneven(layout, "tp", size, f"the inner size {size} of the model's {of}", "their columns are split evenly")
     if shape.delta_heads is not None:
         yield from _delta_problems(layout, shape.delta_heads)
     yield from pipeline_problems(layout, shape.num_layers)
