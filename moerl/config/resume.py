@@ -120,11 +120,11 @@ def model_differences(trained: Mapping[str, Any], now: Mapping[str, Any], *, che
 
 def _published_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 saves some entries under names that published checkpoints do not have."""
-    rope = config.get("rope_parameters")
+    scaling = config.get("rope_scaling")
+    rope = None if scaling else config.get("rope_parameters")
     named = {name: value for name, value in config.items() if name not in ("rope_parameters", "num_local_experts", "rope_scaling")}
     if "num_local_experts" in config:
         named["num_experts"] = config["num_local_experts"]
-    scaling = config.get("rope_scaling")
     if rope is not None:
         named.setdefault("rope_theta", rope.get("rope_theta"))
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}

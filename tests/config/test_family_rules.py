@@ -12,6 +12,7 @@ from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.config.rules.fp8_rules import linear_sizes
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts import family_checks
+from moerl.models.families.parts.rope import rope_parameters
 from moerl.models.find_family import NOT_EXPRESSED, find_family
 from moerl.types.errors import CheckpointError, ConfigError, Problem
 from moerl.types.routes import RouteShape
@@ -24,9 +25,15 @@ BROKEN = [
     ("llama", "mlp_bias", True, "all its projections or in none"),
     ("llama", "rope_scaling", LLAMA3 | {"high_freq_factor": 8.0}, "takes no other"),
     ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "no other"),
+    ("llama", "partial_rotary_factor", 0.5, "turns all channels"),
+    ("kimi_k2", "partial_rotary_factor", 0.5, "turns all channels"),
+    ("gpt_oss", "rope_scaling", GPT_OSS_ROPE | {"partial_rotary_factor": 0.5}, "turns all channels"),
     ("mixtral", "sliding_window", 4096, "keeps every position"),
     ("mixtral", "router_jitter_noise", 0.1, "from pass to pass"),
     ("mixtral", "quantization_config", {"quant_method": "awq"}, "moerl convert SRC DST --dtype bfloat16"),
+    ("mixtral", "num_experts_per_tok", 1, "at least 2"),
+    ("gpt_oss", "num_experts_per_tok", 1, "at least 2"),
+    ("glm4_moe", "n_shared_experts", 0, "from 1 to"),
     ("kimi_k2", "topk_group", 2, "2 best experts"),
     ("kimi_k2", "rms_norm_eps", 1e-5, "compressed queries"),
     ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}, "stored quantized"),
@@ -89,6 +96,7 @@ def test_what_megatron_would_compute_otherwise_is_refused_with_the_reason(family
 def test_validation_knows_the_shape_of_every_family():
     glm = shape_of_config(PUBLISHED["glm4_moe"])
     assert (glm.num_kv_heads, glm.num_experts, glm.expert_ffn_size, glm.num_mtp_layers) == (8, 160, 1536, 1)
+    assert (glm.dense_ffn_size, glm.shared_ffn_size) == (12288, 1536)
     assert glm.routes == RouteShape(num_layers=89, top_k=8, num_experts=160)
     assert (glm.has_expert_bias, glm.has_shared_experts, glm.has_latent_attention) == (True, True, False)
     mixtral = shape_of_config(PUBLISHED["mixtral"])
@@ -102,6 +110,7 @@ def test_validation_knows_the_shape_of_every_family():
     assert not any(shape_of_config(PUBLISHED[name]).has_biased_experts for name in PUBLISHED if name != "gpt_oss")
     llama = shape_of_config(PUBLISHED["llama"])
     assert (llama.num_experts, llama.expert_ffn_size, llama.routes) == (None, 0, None)
+    assert (llama.dense_ffn_size, mixtral.dense_ffn_size) == (PUBLISHED["llama"]["intermediate_size"], 0)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +164,22 @@ def test_llama_2_which_writes_no_base_has_that_of_transformers(tmp_path):
     assert not any("rope" in problem.rule for problem in checkpoint_problems(tmp_path))
     expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
     assert FAMILIES["llama"].rotary(config)["rotary_base"] == expected == 10000.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rope_scaling": LLAMA3},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+        {"rope_scaling": None, "original_max_position_embeddings": 4096},
+    ],
+)
+def test_of_rotary_settings_that_contradict_each_other_those_count_that_count_for_transformers(changes, tmp_path):
+    config = PUBLISHED["llama"] | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = AutoConfig.from_pretrained(tmp_path)
+    read.standardize_rope_params()  # as its rotary embeddings do
+    assert rope_parameters(config) == read.rope_parameters
 
 
 def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():

@@ -10,7 +10,7 @@ from typing import Any
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import Fixed, fixed_values, has_megatron, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, decoder_fields, dense, ends
-from moerl.models.families.parts.rope import rope_parameters
+from moerl.models.families.parts.rope import rope_parameters, whole_heads
 from moerl.models.families.parts.sigmoid_routers import biased_experts, group_limit, grouped_router_fields, last_layer_has_experts, mtp_ends
 
 
@@ -114,6 +114,7 @@ def latent_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 def _rope_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
+    yield from whole_heads(hf)
     if kind not in ("default", "yarn"):
         reason = "Megatron's latent attention has these two"
         yield BrokenRule(f"needs rope_type default or yarn in rope_scaling, not {kind!r}", reason, "another model of this type")

@@ -39,7 +39,7 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, _FIXED)
     yield from group_limit(hf)
     yield from last_layer_has_experts(hf)
-    yield from rope_rules(hf)
+    yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
 
 

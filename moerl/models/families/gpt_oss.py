@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
+from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_experts
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -14,7 +14,7 @@ from moerl.models.families.parts.layer_rules import (
     ends,
     softmax_router_fields,
 )
-from moerl.models.families.parts.rope import rope_parameters
+from moerl.models.families.parts.rope import rope_parameters, whole_heads
 
 _GATES: Fixed = {"swiglu_alpha": ((1.702, None), "Megatron's quick_gelu has this value in its source")}
 _BIASES: Fixed = {"attention_bias": ((True, None), "Megatron adds biases to all projections of a layer or to none")}
@@ -63,6 +63,8 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **_GATES, **_BIASES})
     yield from readable_weights(hf)
+    yield from whole_heads(hf)
+    yield from several_experts(hf)
     if (kind := rope_parameters(hf)["rope_type"]) != "yarn":
         yield BrokenRule(f"needs rope_type yarn in rope_scaling, not {kind!r}", "the family's table has no other", "a published gpt-oss")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):

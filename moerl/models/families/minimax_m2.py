@@ -38,7 +38,7 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, _FIXED)
     yield from several_experts(hf)
-    yield from rope_rules(hf)
+    yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
     if 0 in (hf.get("attn_type_list") or ()):
         reason = "0 is linear attention, which MiniMax-M1 has and this family's table has not"

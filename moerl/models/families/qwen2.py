@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family
-from moerl.models.families.parts.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
+from moerl.models.families.parts.family_checks import (
+    FULL_ATTENTION,
+    SILU,
+    experts_in_every_layer,
+    fixed_values,
+    readable_weights,
+    several_experts,
+)
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -49,6 +56,8 @@ def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from _dense_rules(hf)
     yield from experts_in_every_layer(hf)
+    if hf.get("norm_topk_prob"):
+        yield from several_experts(hf)
 
 
 QWEN2 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)

@@ -61,7 +61,7 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, _FIXED)
     yield from experts_in_every_layer(hf)
-    yield from rope_rules(hf)
+    yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
     if not has_megatron("0.19", otherwise=True):
         reason = "gated delta nets of older versions refuse packed sequences, of which all batches consist"

@@ -12,7 +12,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": (1, 10_000), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**22), "num_attention_heads": (1, 2**16),
     "vocab_size": (1, 2**28), "max_position_embeddings": (1, 2**40), "num_experts": (1, 2**16), "num_local_experts": (1, 2**16),
     "n_routed_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16), "moe_intermediate_size": (1, 2**22), "kv_lora_rank": (1, 2**20),
-    "shared_expert_intermediate_size": (1, 2**22), "n_shared_experts": (0, 2**12), "first_k_dense_replace": (0, 10_000),
+    "shared_expert_intermediate_size": (1, 2**22), "n_shared_experts": (1, 2**12), "first_k_dense_replace": (0, 10_000),
     "n_group": (1, 2**16), "topk_group": (1, 2**16), "qk_nope_head_dim": (1, 2**16), "qk_rope_head_dim": (1, 2**16),
     "v_head_dim": (1, 2**16), "index_n_heads": (1, 2**16), "index_head_dim": (1, 2**16), "index_topk": (1, 2**40),
 }  # fmt: skip

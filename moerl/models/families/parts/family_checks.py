@@ -47,6 +47,13 @@ def has_megatron(least: str, *, otherwise: bool) -> bool:
         return otherwise
 
 
+def several_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Rule of routers that normalise the weights of the chosen experts."""
+    if (chosen := hf["num_experts_per_tok"]) < 2:
+        reason = "the weight of a single expert would be 1 whatever the router says, and Megatron builds no such router"
+        yield BrokenRule(f"needs num_experts_per_tok of at least 2, not {chosen}", reason, "another model of this type")
+
+
 def experts_in_every_layer(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
         reason = "the family's table has experts in every layer"

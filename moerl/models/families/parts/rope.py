@@ -1,6 +1,8 @@
 """Rotary embeddings as config.json describes them, in the words of Megatron, and which of them Megatron computes.
 
-transformers 5 moved rope_theta and the settings of rope_scaling into rope_parameters, and renamed "type" to "rope_type".
+transformers 5 moved rope_theta and the settings of rope_scaling into rope_parameters, and renamed "type" to "rope_type". Where a file has
+both, it takes rope_scaling alone; an original_max_position_embeddings beside them goes before that within
+(modeling_rope_utils.py, RotaryEmbeddingConfigMixin).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,11 +13,16 @@ from moerl.models.families.parts.family import BrokenRule
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Written into Megatron's source (models/common/embeddings/rotary_pos_embedding.py, _apply_scaling)."""
 
+_OF_A_LENGTH = ("llama3", "yarn", "longrope")
+"""Kinds of scaling that know the length of pre-training."""
+
 
 def rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """rope_type, rope_theta and the settings of the scaling."""
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     named = {"rope_type": given.get("type", "default"), **given}
+    if named["rope_type"] in _OF_A_LENGTH and hf.get("original_max_position_embeddings") is not None:
+        named["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
     return {"rope_theta": hf["rope_theta"], **named} if "rope_theta" in hf else named
 
 
@@ -33,8 +40,17 @@ def rotary_share(hf: Mapping[str, Any]) -> float:
     return rope_parameters(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
 
 
-def rope_rules(hf: Mapping[str, Any], *, kinds: tuple[str, ...] = ("default",)) -> Iterator[BrokenRule]:
-    """`kinds`: the rope_types of the family that Megatron computes."""
+def whole_heads(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Rule of families whose attention in transformers knows no partial_rotary_factor."""
+    if (share := rotary_share(hf)) != 1:
+        reason = "transformers turns all channels of this family's heads, whatever this says"
+        yield BrokenRule(f"must not have partial_rotary_factor={share} in config.json", reason, "config.json without it, or another model")
+
+
+def rope_rules(hf: Mapping[str, Any], *, kinds: tuple[str, ...] = ("default",), turns_part: bool = False) -> Iterator[BrokenRule]:
+    """`kinds`: the rope_types of the family that Megatron computes. `turns_part`: partial_rotary_factor is one of its settings."""
+    if not turns_part:
+        yield from whole_heads(hf)
     rope = rope_parameters(hf)
     kind = rope["rope_type"]
     if kind not in kinds:
