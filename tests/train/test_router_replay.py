@@ -187,6 +187,19 @@ def test_dense_layers_and_multi_token_prediction_have_no_routes_to_replay(layout
 
 
 @pytest.mark.parametrize("mode", JOBS)
+def test_a_stage_of_dense_layers_alone_replays_nothing_and_the_others_what_one_process_does(mode, tmp_path):
+    """As in the layout of DeepSeek-V3's recipe, whose first stage has its three dense layers."""
+    directory, (job, batch) = write_deepseek(tmp_path, "odd")["odd"], JOBS[mode]
+    if mode == "rollout":
+        batch = replace(batch, routes_T=random_routes(batch, num_layers=2, top_k=4, num_experts=8))
+    expected, found = (
+        run_ranks(job, LAYOUTS[layout].ranks, replaying(directory, layout, mode, dtype="float64"), batch, 2) for layout in ("one", "pp2")
+    )
+    assert_same(found, expected)
+    assert expected.steps[0].routing.layers == (2, 3) and expected.steps[0].routing.replayed > 0
+
+
+@pytest.mark.parametrize("mode", JOBS)
 def test_packing_does_not_matter(mode, directories, one_process):
     job, batch = JOBS[mode]
     for budget in (20, 4096):  # one sequence at a time; all in one row

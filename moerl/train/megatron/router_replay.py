@@ -109,10 +109,10 @@ class Routing:
         """Routes of the last run: uint8 or uint16 [positions of this rank, layers of this rank, top_k] for each micro-batch."""
         assert self._noted is not None and self._shape is not None, "the run kept no choices"
         dtype, places = self._shape.dtype, range(len(self._rows))
-        chosen = [self._noted[id(micro)] for micro in packed]
-        self._noted = None
-        empty = torch.zeros(0, self._shape.top_k)
-        return [torch.stack([c[place] for place in places] or [empty], dim=1).cpu().numpy().astype(dtype) for c in chosen]
+        chosen, self._noted = self._noted, None
+        if not places:  # a stage of dense layers alone
+            return [np.zeros((len(self._mine(micro.is_token_T)), 0, self._shape.top_k), dtype=dtype) for micro in packed]
+        return [torch.stack([chosen[id(micro)][place] for place in places], dim=1).cpu().numpy().astype(dtype) for micro in packed]
 
     def counts(self) -> RoutingCounts | None:
         """Collective: of the last run, over all ranks; None for a dense model. TrainError if not every route given was followed."""
