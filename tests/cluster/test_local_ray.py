@@ -109,7 +109,7 @@ def test_a_node_may_take_the_time_of_the_deadline_while_its_raylet_runs(monkeypa
         return "node"
 
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr("moerl.cluster.forks.ray_workers._raylet_runs", lambda: runs)
+    monkeypatch.setattr("moerl.cluster.forks.ray_workers._runs", lambda _: runs)
     with own_ray(time.monotonic() + seconds):
         if asked == 4:
             assert services.get_node("address", "id") == "node"
@@ -147,3 +147,24 @@ def test_a_ray_one_of_whose_processes_hangs_is_ended_at_the_deadline_and_the_com
     assert done.returncode == ExitCode.KILLED, done.stderr
     assert "moerl: deadlines.start_seconds = 15: Ray did not start" in done.stderr
     assert not [each.pid for each in psutil.process_iter(["cmdline"]) if str(worker) in " ".join(each.info.get("cmdline") or [])]
+
+
+ENDS = """
+from ray._private import services
+from moerl.cluster.forks.local_ray import local_ray
+
+upstream = services.start_ray_process
+
+def without_gcs(command, *args, **kwargs):
+    return upstream(["false"] if "gcs_server" in command[0] else command, *args, **kwargs)
+
+services.start_ray_process = without_gcs
+with local_ray(600.0):
+    pass
+"""
+
+
+def test_a_gcs_server_that_ends_as_it_starts_is_not_waited_for():
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")}
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, env=environment)
+    assert "Ray did not start, tried 3 times: gcs_server ended as it started" in done.stderr

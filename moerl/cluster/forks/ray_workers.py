@@ -17,6 +17,7 @@ from moerl.cluster.forks.fork_client import CannotForkError, ForkedProcess
 from moerl.cluster.forks.fork_server import VARIABLE
 
 _ASK_SECONDS = 0.1
+_PORT_WAIT_MS = 500
 _AGENT = os.path.join(os.path.dirname(__file__), "ray_agent.py")
 _GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 
@@ -30,12 +31,12 @@ def own_ray(deadline: float) -> Iterator[None]:
     few on a busy machine.
     """
     # Ray's own file for the purpose, and the only way to give another: ray.init takes none. The same holds for what else is replaced here.
-    from ray._private import services
+    from ray._private import node, services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    upstream, get_node, start_process, start_dashboard = (
-        RayParams.__init__, services.get_node, services.start_ray_process, Node.start_api_server
+    upstream, get_node, start_process, start_dashboard, wait_for_port = (
+        RayParams.__init__, services.get_node, services.start_ray_process, Node.start_api_server, node.wait_for_persisted_port
     )  # fmt: skip
 
     def get_node_in_time(*args: Any) -> Any:
@@ -43,9 +44,20 @@ def own_ray(deadline: float) -> Iterator[None]:
             try:
                 return get_node(*args)
             except RuntimeError:  # it has not registered
-                if time.monotonic() > deadline or not _raylet_runs():
+                if time.monotonic() > deadline or not _runs("raylet"):
                     raise
                 time.sleep(_ASK_SECONDS)
+
+    def wait_in_parts(*args: Any, timeout_ms: int) -> Any:
+        until = time.monotonic() + timeout_ms / 1000
+        while True:
+            try:
+                return wait_for_port(*args, timeout_ms=_PORT_WAIT_MS)  # in C++, where it hears no signal
+            except RuntimeError:
+                if not _runs("gcs_server"):
+                    raise RuntimeError("gcs_server ended as it started") from None
+                if time.monotonic() > until:
+                    raise
 
     def with_less(self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
@@ -58,12 +70,14 @@ def own_ray(deadline: float) -> Iterator[None]:
 
     RayParams.__init__, services.get_node = with_less, get_node_in_time
     services.start_ray_process, Node.start_api_server = start_with_stand_ins, lambda *_, **__: None
+    node.wait_for_persisted_port = wait_in_parts
     os.environ.setdefault(_GCS_WAIT, str(max(int(deadline - time.monotonic()), 1)))
     try:
         yield
     finally:
         RayParams.__init__, services.get_node = upstream, get_node
         services.start_ray_process, Node.start_api_server = start_process, start_dashboard
+        node.wait_for_persisted_port = wait_for_port
 
 
 def _with_stand_in(word: str) -> str:
@@ -74,10 +88,10 @@ def _with_stand_in(word: str) -> str:
     return f"{name}_agent_command={subprocess.list2cmdline([sys.executable, _AGENT])} {command}"
 
 
-def _raylet_runs() -> bool:
+def _runs(name: str) -> bool:
     import psutil  # not by what executes this file
 
-    return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+    return any(child.name() == name and child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
 def main() -> None:
