@@ -189,7 +189,7 @@ def run_until_done(main: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         try:
-            return asyncio.run(main)
+            return _run_here(main)
         except SystemExit as ended:
             if ended.code != signal.SIGTERM:
                 raise
@@ -199,7 +199,7 @@ def run_until_done(main: Coroutine[Any, Any, T]) -> T:
 
     def interrupt(number: int, _frame: FrameType | None = None) -> None:
         interrupts.append(number)
-        for loop, task in begun:
+        for loop, task in begun if len(interrupts) == 1 else ():  # another would break off what the first one ends
             with suppress(RuntimeError):  # the loop is closed: it has ended meanwhile
                 loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
 
@@ -222,6 +222,37 @@ def run_until_done(main: Coroutine[Any, Any, T]) -> T:
     if interrupts:
         raise KeyboardInterrupt
     return running.result()
+
+
+def _run_here(main: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run, but that a second Ctrl-C does not break off what the first one ends: half of that leaves Ray to be waited for, or
+    starts another. It raises KeyboardInterrupt where the first has not reached the task yet, as while Ray starts."""
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    asked, heard = threading.Event(), threading.Event()
+
+    def interrupt(_number: int, _frame: FrameType | None = None) -> None:
+        if heard.is_set():
+            return
+        if asked.is_set() or not begun:
+            raise KeyboardInterrupt
+        asked.set()
+        [(loop, task)] = begun
+        loop.call_soon_threadsafe(heard.set)
+        task.cancel()
+
+    async def announced() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.append((asyncio.get_running_loop(), task))
+        return await main
+
+    with _handler(signal.SIGINT, interrupt):
+        try:
+            return asyncio.run(announced())
+        except asyncio.CancelledError:
+            if asked.is_set():
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextmanager

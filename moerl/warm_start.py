@@ -34,9 +34,8 @@ async def warm_start(
         return directory
     optimizer = replace(config.train.optimizer, lr=sft.lr, warmup_steps=sft.warmup_steps)
     train = replace(config.train, optimizer=optimizer, updates_per_step=1, router_replay="off")
-    changed = replace(
-        config, train=train, rollout=replace(config.rollout, dtype=None)
-    )  # written as they are trained, not as they are served
+    as_trained = replace(config.rollout, dtype=None)  # the weights are written in the dtype of the servers
+    changed = replace(config, train=train, rollout=as_trained)
     group = MegatronTrainGroup(changed, model_dir=model_dir, checkpoint_dir=directory / "unused", places=places)
     try:
         await group.start()

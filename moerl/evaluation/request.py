@@ -13,7 +13,7 @@ from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
 from moerl.types.errors import NOT_SET, Problem, problem
 
 IDENTITY = "evaluation.json"
-"""Of which checkpoint and settings the samples beside it are."""
+"""File that says of which checkpoint and settings the samples beside it are."""
 _SAMPLED_BY = ("model", "reward", "rollout", "eval", "deterministic", "seed")
 """Sections that decide what is sampled, and how it is scored."""
 
@@ -71,7 +71,7 @@ def source_problems(config: RunConfig, checkpoint: Path | None) -> Iterator[Prob
 
 
 def out_problems(out: Path) -> Iterator[Problem]:
-    """What keeps samples and results from being written there: an evaluation replaces what is there, which must be one's own."""
+    """Faults that keep samples and results from being written there: an evaluation replaces what is there, which must be one's own."""
     if out.exists() and not out.is_dir():
         yield problem("--out", str(out), "must be a directory", "samples and results are written there", "another --out=")
     elif out.is_dir() and not (out / IDENTITY).is_file():

@@ -74,8 +74,9 @@ def _format(term: RewardTerm) -> Verifier:
 def _math(term: RewardTerm) -> Verifier:
     """1 if math-verify finds the response's last answer equal to the ground truth, else 0.
 
-    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX, a percentage in
-    each of its forms. math-verify's own time limits use signals and stop at C code, so they are off: the pool's deadline ends a check.
+    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX, a percentage in each of its forms.
+    Boxes that follow each other closely are one answer, the set of them. math-verify's own time limits use signals and stop at C code, so
+    they are off: the pool's deadline ends a check.
     """
     from math_verify import parse, verify
 

@@ -33,6 +33,7 @@ BROKEN = [
     ("mixtral", "quantization_config", {"quant_method": "awq"}, "moerl convert SRC DST --dtype bfloat16"),
     ("mixtral", "num_experts_per_tok", 1, "at least 2"),
     ("gpt_oss", "num_experts_per_tok", 1, "at least 2"),
+    ("mixtral", "num_experts_per_tok", 9, "at most num_local_experts=8"),
     ("glm4_moe", "n_shared_experts", 0, "from 1 to"),
     ("kimi_k2", "topk_group", 2, "2 best experts"),
     ("kimi_k2", "rms_norm_eps", 1e-5, "compressed queries"),

@@ -31,10 +31,10 @@ class HFSource:
         problems: list[Problem] = []
         if not can_be(directory) or not directory.is_dir():
             raise ConvertError([problem("SRC", str(directory), "is no directory", f"looked at {directory.absolute()}", "its path")])
-        for root in (directory, directory / "checkpoints"):
-            if (checkpoint := newest(root)) is not None:
-                reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
-                raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
+        checkpoint = newest(directory / "checkpoints") or newest(directory)
+        if checkpoint is not None and not (directory / "config.json").exists():
+            reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
+            raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
         config = _read_object(directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
         if problems:

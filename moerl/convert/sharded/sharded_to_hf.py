@@ -49,7 +49,7 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
 
 
 def stored_dtype(source: ShardedSource) -> torch.dtype:
-    """That of the embedding, and of all weights but those that routers need in float32."""
+    """The dtype of the embedding, and of all weights but those that routers need in float32."""
     return source.weights()[_EMBEDDING].properties.dtype
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Served
-from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights, several_experts
+from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights, several_softmax_experts
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -32,7 +32,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     window = {"sliding_window": ((None,), "the hf engine keeps every position, and published Mixtral models have no window")}
     yield from fixed_values(hf, {**SILU, **jitter, **window})
     yield from rope_rules(hf)
-    yield from several_experts(hf)
+    yield from several_softmax_experts(hf)
     yield from readable_weights(hf)
 
 

@@ -13,7 +13,7 @@ from moerl.models.families.parts.family_checks import (
     experts_in_every_layer,
     fixed_values,
     readable_weights,
-    several_experts,
+    several_softmax_experts,
 )
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
@@ -57,7 +57,7 @@ def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from _dense_rules(hf)
     yield from experts_in_every_layer(hf)
     if hf.get("norm_topk_prob"):
-        yield from several_experts(hf)
+        yield from several_softmax_experts(hf)
 
 
 QWEN2 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)

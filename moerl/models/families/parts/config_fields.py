@@ -82,6 +82,9 @@ def _all_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         experts = hf.get(name)
         if isinstance(layers, int) and isinstance(experts, int) and layers > 0 and layers * experts > _MOST_EXPERTS:
             yield _broken(name, experts, f"at most {_MOST_EXPERTS // layers} with num_hidden_layers={_shown(layers)}")
+        chosen = hf.get("num_experts_per_tok")
+        if _is_size(experts) and _is_size(chosen) and chosen > experts:
+            yield _broken("num_experts_per_tok", chosen, f"at most {name}={_shown(experts)}")
 
 
 def _heads(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

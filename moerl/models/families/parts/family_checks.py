@@ -47,8 +47,8 @@ def has_megatron(least: str, *, otherwise: bool) -> bool:
         return otherwise
 
 
-def several_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Rule of routers that normalise the weights of the chosen experts."""
+def several_softmax_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Rule of routers that normalise softmax weights of the chosen experts."""
     if (chosen := hf["num_experts_per_tok"]) < 2:
         reason = "the weight of a single expert would be 1 whatever the router says, and Megatron builds no such router"
         yield BrokenRule(f"needs num_experts_per_tok of at least 2, not {chosen}", reason, "another model of this type")
