@@ -205,10 +205,10 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
 
 
 def rng_state(rank: int, num_ranks: int) -> ShardedObject:
-    """States of what draws random numbers in training: PyTorch's streams and Megatron's, per rank.
+    """States of the random streams of each rank, PyTorch's and Megatron's.
 
-    Without dropout nothing does, except router jitter (train.megatron.moe_input_jitter_eps) and forced load balancing. Sampling
-    seeds and the data order are functions of the run's seed and have no state.
+    Dropout, router jitter and forced load balancing are refused, so that only an objective of a user's may draw from them. Sampling seeds
+    and the data order are functions of the run's seed and have no state.
     """
     states = {
         "cpu": torch.get_rng_state(),
