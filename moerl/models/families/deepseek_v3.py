@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
-from moerl.models.families.parts.family_checks import Fixed, fixed_values, has_megatron, readable_weights
+from moerl.models.families.parts.family_checks import NO_WINDOW, Fixed, fixed_values, has_megatron, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters, whole_heads
 from moerl.models.families.parts.sigmoid_routers import biased_experts, group_limit, grouped_router_fields, last_layer_has_experts, mtp_ends
@@ -77,6 +77,7 @@ _EPS: Fixed = {
     "rms_norm_eps": ((1e-6,), "transformers norms the compressed queries, keys and values with 1e-6, Megatron with rms_norm_eps"),
 }
 _FIXED: Fixed = {
+    **NO_WINDOW,
     "norm_topk_prob": ((True,), "Megatron normalises the weights of the chosen experts whenever scores are sigmoids"),
     "attention_bias": ((False, None), "Megatron's latent attention has no biases"),
     "rope_interleave": ((True, None), "Megatron's latent attention turns neighbouring channels"),

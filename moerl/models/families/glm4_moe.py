@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
+from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, Fixed, fixed_values, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, attention, attention_fields, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_rules, rotary
 from moerl.models.families.parts.sigmoid_routers import biased_experts, group_limit, grouped_router_fields, last_layer_has_experts, mtp_ends
@@ -32,6 +32,7 @@ _FIXED: Fixed = {
     "norm_topk_prob": ((True, None), "Megatron normalises the weights of the chosen experts whenever scores are sigmoids"),
     "tie_word_embeddings": ((False, None), "Megatron cannot save an output layer tied to an embedding that multi-token prediction shares"),
     **SILU,
+    **NO_WINDOW,
 }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family
-from moerl.models.families.parts.family_checks import NO_BIAS, SILU, fixed_values, readable_weights
+from moerl.models.families.parts.family_checks import NO_BIAS, NO_WINDOW, SILU, fixed_values, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters, rope_rules, rotary
 
@@ -15,7 +15,7 @@ def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     no_mlp_bias = {"mlp_bias": ((False, None), "Megatron has biases in all its projections or in none")}
-    yield from fixed_values(hf, {**SILU, **NO_BIAS, **no_mlp_bias})
+    yield from fixed_values(hf, {**SILU, **NO_BIAS, **NO_WINDOW, **no_mlp_bias})
     yield from rope_rules(hf, kinds=("default", "llama3"))
     yield from readable_weights(hf)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
+from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, Fixed, fixed_values, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts
 from moerl.models.families.parts.rope import rope_rules, rotary
 from moerl.models.families.parts.sigmoid_routers import several_experts, sigmoid_router_fields
@@ -15,13 +15,13 @@ from moerl.models.families.parts.sigmoid_routers import several_experts, sigmoid
 _SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 _FIXED: Fixed = {
     **SILU,
+    **NO_WINDOW,
     "use_qk_norm": ((True, None), "the family's table has the norms"),
     "qk_norm_type": (("per_layer", None), "norms are over all heads of a layer; of single heads they are another model"),
     "scoring_func": (("sigmoid", None), "the router's scores are sigmoids"),
     "use_routing_bias": ((True, None), "experts are chosen with the correction bias"),
     "shared_intermediate_size": ((0, None), "the family's table has no shared experts"),
     "router_jitter_noise": ((0.0, None), "log-probs of one sample must not differ from pass to pass"),
-    "sliding_window": ((None,), "the hf engine keeps every position, and published models have no window"),
 }
 
 

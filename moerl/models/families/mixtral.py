@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Served
-from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights, several_softmax_experts
+from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, fixed_values, readable_weights, several_softmax_experts
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -29,8 +29,7 @@ def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     jitter = {"router_jitter_noise": ((0.0, None), "log-probs of one sample must not differ from pass to pass")}
-    window = {"sliding_window": ((None,), "the hf engine keeps every position, and published Mixtral models have no window")}
-    yield from fixed_values(hf, {**SILU, **jitter, **window})
+    yield from fixed_values(hf, {**SILU, **NO_WINDOW, **jitter})
     yield from rope_rules(hf)
     yield from several_softmax_experts(hf)
     yield from readable_weights(hf)

@@ -9,7 +9,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
-from moerl.models.families.parts.family_checks import SILU, Fixed, experts_in_every_layer, fixed_values, has_megatron, readable_weights
+from moerl.models.families.parts.family_checks import (
+    NO_WINDOW,
+    SILU,
+    Fixed,
+    experts_in_every_layer,
+    fixed_values,
+    has_megatron,
+    readable_weights,
+)
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -23,7 +31,11 @@ from moerl.models.families.parts.layer_rules import (
 from moerl.models.families.parts.rope import rope_rules, rotary
 
 FULL, LINEAR = "full_attention", "linear_attention"
-_FIXED: Fixed = {**SILU, "attention_bias": ((False, None), "Megatron adds biases to all projections of a layer or to none")}
+_FIXED: Fixed = {
+    **SILU,
+    **NO_WINDOW,
+    "attention_bias": ((False, None), "Megatron adds biases to all projections of a layer or to none"),
+}
 _SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 

@@ -16,6 +16,7 @@ NO_BIAS: Fixed = {"attention_bias": ((False, None), "transformers adds a bias to
 FULL_ATTENTION: Fixed = {
     "use_sliding_window": ((False, None), "Megatron's pattern of windows (window_attn_skip_freq) is not that of max_window_layers")
 }
+NO_WINDOW: Fixed = {"sliding_window": ((None, 0), "attention of this family sees every position in Megatron, and would not on servers")}
 
 
 def fixed_values(hf: Mapping[str, Any], fixed: Fixed) -> Iterator[BrokenRule]:
