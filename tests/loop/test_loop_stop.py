@@ -171,23 +171,6 @@ def test_sigterm_while_ray_starts_is_a_run_that_was_stopped():
     assert stopped.value.exit_code == ExitCode.TERMINATED
 
 
-def test_a_second_ctrl_c_does_not_break_off_what_the_first_one_ends():
-    ended = []
-
-    async def main():
-        try:
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(60)
-        finally:
-            signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(0.01)
-            ended.append("all")
-
-    with pytest.raises(KeyboardInterrupt):
-        run_until_done(main())
-    assert ended == ["all"]
-
-
 @pytest.mark.parametrize("ends_at", [3600.0, math.nan, math.inf])
 def test_an_end_that_does_not_lie_ahead_is_refused_before_anything_starts(ends_at, tmp_path):
     """A scheduler would start the same command again and again."""

@@ -184,6 +184,45 @@ def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends(pythons_own_handle
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def as_a_command(main):
+    return run_stop.run_until_done(main)
+
+
+@pytest.mark.parametrize("run", [as_a_command, in_a_running_loop])
+def test_ctrl_c_again_does_not_break_off_what_the_first_one_ends(pythons_own_handler, run):
+    ended = []
+
+    async def main():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.1)
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(main())
+    assert ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_again_is_heard_where_the_first_has_not_reached_the_run(pythons_own_handler):
+    heard = []
+
+    async def main():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            heard.append(True)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        as_a_command(main())
+    assert heard
+
+
 class Interrupting:
     """Ctrl-C in a destructor, where an exception is printed and forgotten."""
 
