@@ -5,6 +5,7 @@ Where output is not a terminal (CI logs, files) the same rows are printed withou
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,11 +13,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from moerl.types.errors import MoerlError
+
 Level = Literal["info", "warning", "error"]
 
 HEADER_EVERY = 20
 _STYLES: dict[Level, str] = {"info": "", "warning": "yellow", "error": "bold red"}
 _CONTROL_CODES = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leaves with the cause, where Rich would leave by SystemExit, without a word."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # nothing is printed from here on
+        raise MoerlError(
+            "standard output: nobody reads it any more, as after `| head`, or when the reader was ended\n"
+            "The newest checkpoint has everything to go on from; the same command resumes"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +127,7 @@ def duration(seconds: float) -> str:
 def _stdout_console() -> Console:
     # Asked here because rich also takes FORCE_COLOR and the like for a terminal, and a log file must stay free of control codes.
     is_terminal = sys.stdout.isatty()
-    return Console(file=sys.stdout, force_terminal=is_terminal, color_system="auto" if is_terminal else None, highlight=False)
+    return _Console(file=sys.stdout, force_terminal=is_terminal, color_system="auto" if is_terminal else None, highlight=False)
 
 
 def _progress(console: Console) -> Progress:

@@ -1,9 +1,12 @@
 import io
+import os
+import sys
 
 import pytest
 from rich.console import Console
 
 from moerl.observe.terminal import HEADER_EVERY, Terminal, duration, number
+from moerl.types.errors import MoerlError
 
 ROW = {"reward/mean": 0.5, "length/mean": 120.25, "mismatch/mean": 1.5e-6, "time/step": 3.0, "time/rollout": 2.0, "time/other": 0.5}
 
@@ -81,3 +84,14 @@ def test_numbers_have_four_digits_that_count(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(0.25, "0.2 s"), (59.0, "59.0 s"), (61.0, "1 min 01 s"), (7260.0, "2 h 01 min")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_reader_of_the_output_who_has_gone_is_an_error_with_that_cause(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        terminal = Terminal(100)
+        with pytest.raises(MoerlError, match="nobody reads it any more"):
+            terminal.row(1, ROW)
+        terminal.summary("failed", {"steps": "1"})
