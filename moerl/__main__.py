@@ -1,5 +1,6 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -305,6 +306,7 @@ def doctor(
 
 def main() -> None:
     """Ends with a code of moerl/types/exit_codes.py."""
+    _open_standard_streams()
     code: object = ExitCode.FAILED
     try:
         code = app(standalone_mode=False, prog_name="moerl") or ExitCode.DONE
@@ -324,6 +326,17 @@ def main() -> None:
         if (driver := sys.modules.get("moerl.cluster.user_process")) is not None:  # a command that has forked one
             driver.tell_end(code)
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """On /dev/null where the caller closed them, as `>&-` does: Python has None then, and the next file or socket takes their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]

@@ -133,3 +133,20 @@ def test_plan_of_a_fleet_that_cannot_hold_the_model_says_every_reason(moerl):
 def test_an_error_that_is_told_already_keeps_its_text_and_code_whatever_it_quotes():
     error = CheckpointError("a rank failed: Error while serializing: I/O error: No space left on device (os error 28)")
     assert told_of_system(error) is error
+
+
+CLOSED = """
+import os
+from moerl.__main__ import _open_standard_streams
+
+_open_standard_streams()
+assert min(os.pipe()) > 2
+print("heard", flush=True)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_command_runs_where_its_caller_has_closed_a_standard_stream(closed):
+    for words in ("-m moerl explain num_steps", '-c "$1"'):
+        done = subprocess.run(["sh", "-c", f'"$0" {words} {closed}', sys.executable, CLOSED], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
