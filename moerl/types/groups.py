@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moerl.types.stored import StoredCompletion
 
 AT_TEMPERATURE_0 = "at temperature 0: "
-"""Begin of the reason why the completion of `Group.greedy` could not be scored."""
+"""Beginning of the reason why the completion of `Group.greedy` could not be scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,6 +186,16 @@ def test_of_rotary_settings_that_contradict_each_other_those_count_that_count_fo
     assert rope_parameters(config) == read.rope_parameters
 
 
+@pytest.mark.parametrize("family", ["llama", "kimi_k2", "gpt_oss"])
+def test_a_rope_theta_that_transformers_would_lose_beside_a_scaling_is_asked_for(family):
+    config = dict(PUBLISHED[family])
+    theta = config.pop("rope_theta")
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "rope_scaling": config.get("rope_scaling") or LLAMA3}
+    with pytest.raises(CheckpointError, match="needs rope_theta beside rope_scaling"):
+        FAMILIES[family].checked_config(config)
+    assert FAMILIES[family].checked_config(config | {"rope_theta": theta})["num_layers"] == config["num_hidden_layers"]
+
+
 def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():
     sizes = {linear.name: (linear.size, linear.cut_by) for linear in linear_sizes(PUBLISHED["mixtral"], trains_mtp=False)}
     assert sizes["intermediate_size"] == (14336, "etp")

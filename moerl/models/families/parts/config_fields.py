@@ -59,6 +59,7 @@ def broken_fields(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     for section in ("rope_scaling", "rope_parameters"):
         if isinstance(hf.get(section), Mapping):
             yield from _rope(section, hf[section])
+    yield from _lost_theta(hf)
     yield from _all_experts(hf)
     yield from _heads(hf)
 
@@ -74,6 +75,15 @@ def _rope(section: str, rope: Mapping[str, Any]) -> Iterator[BrokenRule]:
             yield _broken(f"{section}.{name}", rope[name], "a number")
     if rope.get("original_max_position_embeddings") is not None:
         yield from _size(f"{section}.original_max_position_embeddings", rope["original_max_position_embeddings"], 1, 2**40)
+
+
+def _lost_theta(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    scaling, parameters = hf.get("rope_scaling"), hf.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
+        return
+    if scaling and "rope_theta" in parameters and not ("rope_theta" in hf or "rope_theta" in scaling):
+        reason = "of the two transformers takes rope_scaling alone, and with it a rope_theta of its own"
+        yield BrokenRule("needs rope_theta beside rope_scaling in config.json", reason, "rope_theta of rope_parameters written there too")
 
 
 def _all_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
