@@ -12,7 +12,7 @@ from moerl.rollout.fleet.collector import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import DataError, Origin
-from moerl.types.groups import AT_TEMPERATURE_0, Group, Prompt, Sample, Score
+from moerl.types.groups import Group, Prompt, Sample, Score
 
 
 class GroupRunner:
@@ -36,7 +36,7 @@ class GroupRunner:
                 f"prompt {prompt.index} ({prompt.data_source}): none of its {len(errors)} samples could be scored; the first: {errors[0]}"
             ).began_in(Origin(who="reward worker", node=socket.gethostname(), doing="rollout"))
         if greedy is not None and greedy.error is not None:
-            errors, greedy = (*errors, f"{AT_TEMPERATURE_0}{greedy.error}"), None
+            return Group(prompt=prompt, samples=samples, errors=(*errors, f"at temperature 0: {greedy.error}"), lacks_greedy=True)
         return Group(prompt=prompt, samples=samples, errors=errors, greedy=greedy)
 
     async def _sample(self, prompt: Prompt, index: int, *, is_greedy: bool = False) -> Sample:

@@ -8,9 +8,6 @@ import numpy as np
 if TYPE_CHECKING:
     from moerl.types.stored import StoredCompletion
 
-AT_TEMPERATURE_0 = "at temperature 0: "
-"""Beginning of the reason why the completion of `Group.greedy` could not be scored."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -69,11 +66,8 @@ class Group:
     errors: tuple[str, ...] = ()
     greedy: Score | None = None
     """Score of one more completion, at temperature 0, which is not trained on; None where no algorithm asks for it, or it has none."""
-
-    @property
-    def lacks_greedy(self) -> bool:
-        """That completion was asked for and could not be scored."""
-        return any(error.startswith(AT_TEMPERATURE_0) for error in self.errors)
+    lacks_greedy: bool = False
+    """That completion was asked for and could not be scored: the last of `errors` says why."""
 
     @property
     def rewards_G(self) -> np.ndarray:

@@ -5,13 +5,14 @@ import inspect
 from dataclasses import replace
 
 import pytest
-from in_process_run import InProcessRun, make_config, new_engine, play
+from in_process_run import MAX_CONTEXT, InProcessRun, make_config, new_engine, parity, play
 
 from moerl import loop
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.scratch_model import character_tokenizer
 from moerl.types.errors import DynamicSamplingError
 from moerl.types.groups import Score
 
@@ -176,3 +177,29 @@ def test_a_reward_that_fails_marks_its_samples_and_the_run_goes_on(tmp_path, fun
     assert [batch.num_sequences for batch in run.trainer.batches] == [
         sum(len(group.samples) for group in run.groups[version]) for version in (1, 2)
     ]
+
+
+class NotesGreedy(FakeEngine):
+    greedy: set[tuple[int, ...]]
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        completion = await super().generate(prompt_ids, sampling, request_id)
+        if sampling.temperature == 0:
+            self.greedy.add(completion.token_ids)
+        return completion
+
+
+def test_a_group_whose_completion_at_temperature_0_cannot_be_scored_says_so_and_keeps_its_samples(tmp_path):
+    engine, tokenizer = new_engine(kind=NotesGreedy), character_tokenizer(MAX_CONTEXT)
+    engine.greedy = set()
+
+    def score(prompt, text):
+        is_greedy = text in {tokenizer.decode(list(ids), skip_special_tokens=True) for ids in engine.greedy}
+        return Score(reward=0.0, error="boom") if is_greedy and prompt.index % 2 else parity(prompt, text)
+
+    run = InProcessRun(make_config(tmp_path, algorithm=algorithm("remax")), score=score, engines=[engine])
+    asyncio.run(run.play())
+    groups = [group for version in sorted(run.groups) for group in run.groups[version]]
+    assert [group.lacks_greedy for group in groups] == [bool(group.prompt.index % 2) for group in groups]
+    assert [group.greedy is None for group in groups] == [group.lacks_greedy for group in groups]
+    assert {group.errors for group in groups} == {(), ("at temperature 0: boom",)} and {len(group.samples) for group in groups} == {4}

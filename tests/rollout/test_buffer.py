@@ -17,7 +17,7 @@ from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.ticket_buffer import outcome_of
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import DynamicSamplingError, MoerlError
-from moerl.types.groups import AT_TEMPERATURE_0, Group, Prompt, Sample, Score
+from moerl.types.groups import Group, Prompt, Sample, Score
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
 UNLIMITED = 10**9
@@ -329,7 +329,7 @@ def test_a_failed_step_explains_the_rewards_it_saw():
 
 def test_a_failed_step_tells_rounding_and_a_missing_baseline_from_samples_that_are_left_out():
     """0.1 + 0.2 is not 0.3, and counts as equal; remax drops a group whose completion at temperature 0 has no reward."""
-    equal, lone = make_group(0, rewards=(0.1 + 0.2, 0.3)), replace(make_group(1), errors=(f"{AT_TEMPERATURE_0}died",))
+    equal, lone = make_group(0, rewards=(0.1 + 0.2, 0.3)), replace(make_group(1), errors=("died",), lacks_greedy=True)
     algorithm = build_algorithm(settings_of({"advantage": {"kind": "remax"}, "objective": {"kind": "reinforce"}, "max_attempts": 2}), 8)
     assert not algorithm.keeps_group(lone)
     assert outcome_of(equal) == "scored 0.3 for every sample"
