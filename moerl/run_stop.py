@@ -75,7 +75,7 @@ class Stop:
         """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step."""
         self._is_heeded = True
         self._begin_step()
-        working, asked = asyncio.ensure_future(work), asyncio.create_task(self._until_asked())
+        working, asked = asyncio.ensure_future(work), asyncio.create_task(self._asked.wait())
         try:
             await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
             if self.stopped is not None:
@@ -95,23 +95,16 @@ class Stop:
             left, step = self._ends_at - now, self._longest_step
             self.ask(f"{left:.0f} s left, {self._reserve_seconds:g} s of them for the last checkpoint; a step took up to {step:.0f} s")
 
-    async def _until_asked(self) -> None:
-        if self._ends_at is None:
-            await self._asked.wait()
-            return
-        seconds = self._ends_at - self._reserve_seconds - self._now()
-        try:
-            async with asyncio.timeout(max(seconds, 0.0)):
-                await self._asked.wait()
-        except TimeoutError:
-            self.ask(f"{self._reserve_seconds:g} s left, which are for the last checkpoint")
-
 
 @contextmanager
 def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[Stop]:
     """A Stop for the block; a cancellation that comes from it leaves as RunStopped, or as the error that made it fail, with whatever
     followed from that."""
     stop = Stop(reserve_seconds, ends_at=ends_at)
+    timer: asyncio.TimerHandle | None = None
+    if ends_at is not None:  # from the beginning: a warm start may take longer than the machine is there
+        seconds = ends_at - time.time() - reserve_seconds
+        timer = asyncio.get_running_loop().call_later(seconds, stop.ask, f"{reserve_seconds:g} s left, which are for the last checkpoint")
     try:
         yield stop
     except (asyncio.CancelledError, MoerlError) as error:
@@ -120,6 +113,9 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
         if stop.stopped is None or isinstance(error, MoerlError):
             raise
         raise stop.stopped from None
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def require_ahead(ends_at: float | None) -> None:

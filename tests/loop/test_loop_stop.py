@@ -131,14 +131,24 @@ def test_no_step_begins_that_would_end_after_the_time_is_over(monkeypatch, step_
 
 def test_work_that_waits_is_cancelled_when_the_time_is_over():
     async def scenario():
-        stop = Stop(0.0, ends_at=time.time() + 0.01)
-        waiting = asyncio.Event()
-        task = asyncio.create_task(waiting.wait())
-        with pytest.raises(RunStopped):
+        task = asyncio.create_task(asyncio.Event().wait())
+        with asked_to_stop(0.0, ends_at=time.time() + 0.01) as stop, pytest.raises(RunStopped):
             await stop.unless(task)
         assert task.cancelled()
 
     asyncio.run(scenario())
+
+
+def test_a_start_that_lasts_until_the_time_is_over_ends_before_the_first_step():
+    """As one with a long warm start."""
+
+    async def scenario():
+        with asked_to_stop(10.0, ends_at=time.time() + 10.01):
+            await asyncio.Event().wait()
+
+    with pytest.raises(RunStopped, match="10 s left, which are for the last checkpoint") as stopped:
+        asyncio.run(asyncio.wait_for(scenario(), 30.0))
+    assert stopped.value.exit_code == ExitCode.CONTINUE
 
 
 def test_a_run_that_has_not_begun_a_step_ends_at_once():
