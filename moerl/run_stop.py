@@ -71,6 +71,13 @@ class Stop:
             assert self._task is not None
             self._task.cancel()
 
+    def ask_in_time(self) -> asyncio.TimerHandle | None:
+        """Timer of asking when what is left is for the last checkpoint; None if there is no such time."""
+        if self._ends_at is None:
+            return None
+        seconds, reason = self._ends_at - self._reserve_seconds - self._now(), "s left, which are for the last checkpoint"
+        return asyncio.get_running_loop().call_later(seconds, self.ask, f"{self._reserve_seconds:g} {reason}")
+
     async def unless(self, work: Awaitable[T]) -> T:
         """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step."""
         self._is_heeded = True
@@ -101,10 +108,7 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
     """A Stop for the block; a cancellation that comes from it leaves as RunStopped, or as the error that made it fail, with whatever
     followed from that."""
     stop = Stop(reserve_seconds, ends_at=ends_at)
-    timer: asyncio.TimerHandle | None = None
-    if ends_at is not None:  # from the beginning: a warm start may take longer than the machine is there
-        seconds = ends_at - time.time() - reserve_seconds
-        timer = asyncio.get_running_loop().call_later(seconds, stop.ask, f"{reserve_seconds:g} s left, which are for the last checkpoint")
+    timer = stop.ask_in_time()  # from the beginning: a warm start may take longer than the machine is there
     try:
         yield stop
     except (asyncio.CancelledError, MoerlError) as error:

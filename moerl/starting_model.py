@@ -50,6 +50,8 @@ def _own_tokenizer(directory: Path) -> Tokenizer:
     from moerl.models.transformers_tokenizer import read_tokenizer
 
     tokenizer: Any = read_tokenizer(directory)
+    if tokenizer.chat_template:
+        tokenizer.chat_template = tokenizer.get_chat_template()  # of several, that for chats
     return tokenizer
 
 

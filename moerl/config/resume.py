@@ -63,7 +63,8 @@ def _changed_optimizers(old: Any, now: Any) -> list[Problem]:
 
 def _changed(path: str, before: Any, value: Any, reason: str) -> Problem:
     rule = f"was {before!r} and cannot change when a run is continued"
-    fix = f"{path}={_written(before)}, or another name= (or output_dir=) for a new run"
+    as_before = f"leave {path} out (~{path} if a file sets it)" if before is NOT_SET else f"{path}={_written(before)}"
+    fix = f"{as_before}, or another name= (or output_dir=) for a new run"
     return problem(path, value, rule, reason, fix)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +28,7 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import answered, seed_of
 from moerl.rollout.prompts import PromptSource
 from moerl.types.completion import SamplingParams
-from moerl.types.errors import DataError
+from moerl.types.errors import ConfigError, DataError, Problem
 from moerl.types.groups import Prompt
 
 logger = logging.getLogger(__name__)
@@ -49,17 +49,22 @@ class _Loaded:
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, PromptSource]:
-    """Rows of each data set of an evaluation. Raises DataError that names every one with rows that cannot be used."""
+    """Rows of each data set of an evaluation. Raises DataError that names every one with rows that cannot be used,
+    ConfigError as PromptSource."""
     assert config.eval is not None
-    found, errors = {}, []
+    found, errors, problems = {}, [], list[Problem]()
     for name, settings in config.eval.datasets.items():
         try:
             found[name] = PromptSource(
                 load_dataset(settings.data, seed=config.eval.seed), tokenizer, settings.data, seed=config.eval.seed,
                 max_context=config.model.max_context, max_response_tokens=max_response_tokens(config),
             )  # fmt: skip
+        except ConfigError as error:
+            problems += [replace(each, path=f"eval.datasets.{name}.{each.path}") for each in error.problems]
         except DataError as error:
             errors.append(f"eval.datasets.{name}: {error}")
+    if problems:
+        raise ConfigError(problems)
     if errors:
         raise DataError("\n".join(errors))
     return found

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, Literal, Protocol
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,8 +27,11 @@ class Tokenizer(Protocol):
     chat_template: str | None
     eos_token_id: int | None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], add_generation_prompt: bool) -> str:
-        """Text of a conversation. Raises jinja2.TemplateError for one that the template refuses."""
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], add_generation_prompt: bool, **values: Any
+    ) -> str:
+        """Text of a conversation. `values`: more names for the template. Raises jinja2.TemplateError for one that the template refuses, and
+        whatever else the template's own code does."""
 
     def encode(self, text: str, *, add_special_tokens: Literal[False], verbose: bool = False) -> list[int]:
         """`verbose`: of transformers, which says that a text is long."""
@@ -63,10 +66,12 @@ class PlainTokenizer:
         """By its form: the library's own pickle leaves out whether special tokens are split."""
         return PlainTokenizer, (self._form,)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], add_generation_prompt: bool) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False], add_generation_prompt: bool, **values: Any
+    ) -> str:
         assert self.chat_template is not None, "this tokenizer has no chat template"
-        names = {**self._form.special_tokens, "messages": messages, "tools": None, "documents": None}
-        return _compiled(self.chat_template).render(**names, add_generation_prompt=add_generation_prompt)
+        names = {"tools": None, "documents": None, **self._form.special_tokens, **values}
+        return _compiled(self.chat_template).render(names, messages=messages, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str, *, add_special_tokens: Literal[False], verbose: bool = False) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -80,14 +85,24 @@ class PlainTokenizer:
         return text
 
 
+def names_read(template: str) -> set[str]:
+    """Values beside the conversation that a chat template reads. Raises jinja2.TemplateError."""
+    environment = _environment()
+    return meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - {"messages", "add_generation_prompt"}
+
+
 @cache
 def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> Environment:
     """As transformers renders templates of chats: in a sandbox, with these functions and extensions."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    return environment
 
 
 class _Generation(Extension):

@@ -5,8 +5,9 @@ bytes as the limit allows tokens is not tokenized for that: a token covers at le
 a row.
 """
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -15,9 +16,9 @@ import numpy as np
 from jinja2 import TemplateError
 
 from moerl.config.schema.data_config import DataConfig
-from moerl.models.plain_tokenizer import Tokenizer
+from moerl.models.plain_tokenizer import Tokenizer, names_read
 from moerl.rollout.datasets.dataset import Complaints, Dataset, Row
-from moerl.types.errors import ConfigError, DataError, Problem
+from moerl.types.errors import ConfigError, DataError, Problem, problem
 from moerl.types.groups import Prompt
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,13 @@ class PromptSource:
         max_response_tokens: int,
         shown: str | None = None,
     ):
-        """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template. `shown`:
-        distillation.shown; prompts then come with the answer too, which must fit into the context likewise."""
+        """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template, or if it
+        does not read what it is given. `shown`: distillation.shown; prompts then come with the answer too, which must fit into the context
+        likewise."""
         self._shown, self._context = shown, max_context - max_response_tokens
         self._dataset, self._tokenizer, self._config, self._seed = dataset, tokenizer, config, seed
-        if config.chat_template and not tokenizer.chat_template:
-            reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
-            raise ConfigError([Problem(path="data.chat_template", value=True, rule="needs a template", reason=reason, fix=fix)])
+        if config.chat_template and (problems := list(_template_problems(config.chat_template_kwargs, tokenizer.chat_template))):
+            raise ConfigError(problems)
         self._limit = min(config.max_prompt_tokens, max_context - max_response_tokens)
         self._limit_rule = (
             f"data.max_prompt_tokens={config.max_prompt_tokens}"
@@ -100,8 +101,11 @@ class PromptSource:
         for index in range(len(self._dataset)):
             try:
                 text = self._render(self._dataset[index])
-            except TemplateError as error:
-                refused.add(self._dataset.name_of(index), str(error))
+            except Exception as error:  # a template is code of the model's authors, and does with a row what it likes
+                refused.add(self._dataset.name_of(index), str(error) if isinstance(error, TemplateError) else repr(error))
+                continue
+            if not text:
+                refused.add(self._dataset.name_of(index), "nothing is left of it")
                 continue
             if self._fits(text) and (too_long := self._too_long_with_answer(self._dataset[index])):
                 overlong.add(self._dataset.name_of(index), too_long)
@@ -146,11 +150,30 @@ class PromptSource:
     def _render(self, row: Row) -> str:
         if not self._config.chat_template:
             return "".join(message["content"] for message in row.messages)
-        return self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+        values = self._config.chat_template_kwargs
+        return self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True, **values)
 
     def _encode(self, text: str) -> list[int]:
         """A template writes the special tokens it wants into the text itself."""
         return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def _template_problems(values: Mapping[str, Any], template: str | None) -> Iterator[Problem]:
+    if not template:
+        reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
+        yield problem("data.chat_template", True, "needs a template", reason, fix)
+        return
+    try:
+        read = names_read(template)
+    except TemplateError as error:
+        fix = "the file as the model's authors publish it, or data.chat_template=false"
+        yield problem("data.chat_template", True, "needs a template that can be read", str(error), fix)
+        return
+    reason = f"it reads {', '.join(sorted(read))}" if read else "it reads the conversation alone"
+    for name in sorted(values.keys() - read):
+        near = difflib.get_close_matches(name, read, n=1)
+        fix = f"did you mean {near[0]}?" if near else "leave it out"
+        yield problem(f"data.chat_template_kwargs.{name}", values[name], "is not read by the model's chat template", reason, fix)
 
 
 def demonstration(prompt: Prompt) -> str:

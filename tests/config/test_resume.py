@@ -65,6 +65,12 @@ def test_a_fix_can_be_typed():
     assert load([DEMO, typed]).train.optimizer == old.train.optimizer
 
 
+def test_the_fix_of_a_name_that_was_not_there_is_to_leave_it_out():
+    changed = ["recipe=grpo-tiny-add-1n2g-sync", "data.chat_template_kwargs={enable_thinking: false}"]
+    (problem,) = resume_differences(to_yaml(load(changed[:1])), load(changed))
+    assert problem.fix.startswith("leave data.chat_template_kwargs.enable_thinking out (~data.chat_template_kwargs.enable_thinking ")
+
+
 def test_a_problem_says_the_old_value_and_the_reason():
     (problem,) = resume_differences(to_yaml(load([DEMO])), load([DEMO, "seed=1"]))
     assert "was 0" in problem.rule

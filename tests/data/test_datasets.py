@@ -115,6 +115,11 @@ def test_a_file_of_another_kind_is_a_problem_before_it_is_read(tmp_path):
     assert [problem.path for problem in check_data(FileData(files=()))] == ["data.files"]
 
 
+def test_values_for_a_template_that_is_not_used_are_refused():
+    [problem] = check_data(TinyData(task="add", chat_template=False, chat_template_kwargs={"enable_thinking": False}))
+    assert (problem.path, problem.rule) == ("data.chat_template_kwargs", "needs data.chat_template=true")
+
+
 def test_tiny_repeat_asks_for_a_digit_eight_times():
     dataset = load_dataset(TinyData(task="repeat", size=200), seed=1)
     rows = [dataset[i] for i in range(len(dataset))]

@@ -1,5 +1,6 @@
 """The order of prompts, their rendering, and the prompts that do not fit."""
 
+import copy
 import json
 import logging
 from pathlib import Path
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.schema.data_config import FileData, TinyData
+from moerl.models.plain_tokenizer import PlainTokenizer
+from moerl.models.transformers_tokenizer import plain_form
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.prompts import PromptSource, demonstration
 from moerl.types.errors import ConfigError, DataError
@@ -27,6 +30,12 @@ def source(tokenizer, config=None, *, seed=0, max_context=256, max_response_toke
     dataset = load_dataset(config, seed=0)
     limits = {"max_context": max_context, "max_response_tokens": max_response_tokens}
     return PromptSource(dataset, tokenizer, config, seed=seed, shown=shown, **limits)
+
+
+def with_template(tokenizer, template: str):
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 def test_a_prompt_is_the_rendered_chat(tokenizer):
@@ -50,6 +59,50 @@ def test_without_a_template_the_contents_are_joined(tokenizer, tmp_path):
     assert prompt.text == "a b"
     assert tokenizer.decode(prompt.token_ids) == "a b"
     assert len(prompt.token_ids) == 3
+
+
+THINKS = "{% if enable_thinking is not defined or enable_thinking %}think {% endif %}{{ messages[0].content }}{{ tools }}"
+
+
+def test_a_template_gets_the_values_of_the_settings_and_refuses_those_that_it_does_not_read(tokenizer, tmp_path):
+    talking = with_template(tokenizer, THINKS)
+    assert source(talking, questions(tmp_path, ["7="])).prompt_at(0).text == "think 7=None"
+    quiet = questions(tmp_path, ["7="], chat_template_kwargs={"enable_thinking": False, "tools": [{"name": "x"}]})
+    assert source(talking, quiet).prompt_at(0).text == "7=[{'name': 'x'}]"
+    assert source(PlainTokenizer(plain_form(talking)), quiet).prompt_at(0).text == "7=[{'name': 'x'}]"
+    with pytest.raises(ConfigError) as raised:
+        source(talking, questions(tmp_path, ["7="], chat_template_kwargs={"enable_thinkin": False, "messages": [], "budget": 1}))
+    [budget, thinking, messages] = raised.value.problems
+    assert (thinking.path, thinking.fix) == ("data.chat_template_kwargs.enable_thinkin", "did you mean enable_thinking?")
+    assert budget.reason == "it reads enable_thinking, tools" and messages.path == "data.chat_template_kwargs.messages"
+
+
+def test_a_template_sees_all_that_a_message_says(tokenizer, tmp_path):
+    config = questions(tmp_path, ["7="])
+    message = {"role": "user", "content": "7=", "name": "bob", "tool_calls": [{"id": 1}], "reasoning_content": None}
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": [message], "reward_model": {"ground_truth": "1"}}))
+    prompt = source(with_template(tokenizer, "{{ messages[0] | tojson }}"), config).prompt_at(0)
+    assert json.loads(prompt.text) == {"role": "user", "content": "7=", "name": "bob", "tool_calls": [{"id": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ messages[0].content + 1 }}", "TypeError('can only concatenate"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('begin with the system') }}", "begin with the system"),
+        ("{# nothing #}", "nothing is left of it"),
+    ],
+)
+def test_rows_that_a_template_cannot_render_are_named(tokenizer, tmp_path, template, why):
+    with pytest.raises(DataError, match="the chat template refuses 1 row") as raised:
+        source(with_template(tokenizer, template), questions(tmp_path, ["7="]))
+    assert f"q.jsonl, row 1: {why}" in str(raised.value)
+
+
+def test_a_template_that_cannot_be_read_is_one_problem(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="1 problem.*\n.*data.chat_template = True: needs a template that can be read"):
+        source(with_template(tokenizer, "{% if %}"), questions(tmp_path, ["7=", "8="]))
 
 
 @given(st.integers(-(2**40), 2**40), st.integers(1, 40), st.integers(0, 10**6))

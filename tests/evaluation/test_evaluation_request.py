@@ -130,6 +130,14 @@ def test_rows_that_cannot_be_used_are_told_of_every_data_set(tmp_path: Path):
     assert "eval.datasets.empty: " in str(error.value) and "eval.datasets.other: " in str(error.value)
 
 
+def test_a_value_that_no_template_reads_is_told_by_the_data_set(tmp_path: Path):
+    data = "{kind: tiny, task: repeat, size: 4, max_prompt_tokens: 16, chat_template_kwargs: {thinking: no}}"
+    config = load([DEMO, f"+eval={{datasets: {{own: {{data: {data}}}}}}}", f"output_dir={tmp_path}"])
+    with pytest.raises(ConfigError) as error:
+        evaluation_prompts(config, load_model(config).tokenizer)
+    assert [each.path for each in error.value.problems] == ["eval.datasets.own.data.chat_template_kwargs.thinking"]
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "samples"])
 def test_a_folder_of_the_run_that_cannot_be_written_is_told_before_anything_starts(name: str, tmp_path: Path):
     """Else what it trained until its first checkpoint would be lost."""

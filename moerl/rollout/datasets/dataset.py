@@ -10,8 +10,8 @@ _MOST_SHOWN = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    messages: tuple[dict[str, str], ...]
-    """The chat so far: role and content of each message."""
+    messages: tuple[dict[str, Any], ...]
+    """The chat so far: role and content of each message, both text, and what else the chat template may read of it."""
     data_source: str
     ground_truth: str
     extra_info: dict[str, Any]

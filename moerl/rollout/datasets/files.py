@@ -161,17 +161,18 @@ def _row(raw: Any, *, default_source: str) -> Row:
 
 def _check_text(row: Row) -> None:
     """Raises ValueError for what no file and no tokenizer takes: JSON may name half of a character."""
-    texts = [part for message in row.messages for part in message.values()]
+    nested = (json.dumps(each, ensure_ascii=False, default=str) for each in (row.messages, row.extra_info))
     try:
-        for text in (*texts, row.data_source, row.ground_truth, json.dumps(row.extra_info, ensure_ascii=False, default=str)):
+        for text in (*nested, row.data_source, row.ground_truth):
             text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"holds half of a character ({error.object[error.start]!a}), which is no text") from error
     except RecursionError as error:
-        raise ValueError("extra_info is nested too deeply") from error
+        raise ValueError("prompt or extra_info is nested too deeply") from error
 
 
-def _messages(raw: dict[str, Any]) -> tuple[dict[str, str], ...]:
+def _messages(raw: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """As they are, without what is null: parquet gives every message the keys of all."""
     if raw.get("prompt") is None:
         raise ValueError(f"has no prompt; its columns: {', '.join(raw)}")
     prompt = raw["prompt"]
@@ -182,7 +183,7 @@ def _messages(raw: dict[str, Any]) -> tuple[dict[str, str], ...]:
             raise ValueError(f"a message of the prompt must be an object with role and content, both text, not {_short(message)}")
     if not any(message["content"] for message in prompt):
         raise ValueError("prompt is empty: no message has content")
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    return tuple({name: value for name, value in message.items() if value is not None} for message in prompt)
 
 
 def _ground_truth(raw: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from moerl.config.schema.data_config import DataConfig, TinyData
 from moerl.rollout.datasets import files, gym_tasks
 from moerl.rollout.datasets.dataset import Dataset, Row
-from moerl.types.errors import Problem
+from moerl.types.errors import Problem, problem
 
 _REPEATS = 8
 
@@ -59,3 +59,6 @@ def check_data(config: DataConfig) -> Iterator[Problem]:
     """Problems that can be known without reading the data: files and task names."""
     if config.kind in _CHECKS:
         yield from _CHECKS[config.kind](config)
+    if config.chat_template_kwargs and not config.chat_template:
+        path, given = "data.chat_template_kwargs", config.chat_template_kwargs
+        yield problem(path, given, "needs data.chat_template=true", "nothing else reads it", "data.chat_template=true, or leave it out")
