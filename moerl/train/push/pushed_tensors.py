@@ -1,7 +1,8 @@
 """Tensors that one training rank has for a push: pieces of what it holds, by their Hugging Face names.
 
 The native bridge says what every rank holds, so each sends its own. The packages of train.bridge gather whole tensors on rank 0, which
-then holds all of them, in host memory or on the GPU as the package exports them, until it has sent them. FP8 is made here, by the rank that sends.
+then holds all of them, in host memory or on the GPU as the package exports them, until it has sent them. FP8 is made here, by the rank
+that sends.
 """
 
 from pathlib import Path
