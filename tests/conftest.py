@@ -83,6 +83,7 @@ def moerl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     def run(*args: object) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["moerl", *map(str, args)])
         code: Any = 0
+        capsys.readouterr()  # what fixtures print, as Ray does of another one on this machine, is not the command's
         try:
             main()
         except SystemExit as ended:
