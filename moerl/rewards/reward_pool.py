@@ -138,6 +138,9 @@ class RewardPool:
             reward += term.weight * found[name]["value"]
             parts[name] = found[name]["value"]
             parts |= {path: value for key, value in found[name]["extra"].items() if self._is_reported(path := f"{name}.{key}")}
+        if not math.isfinite(reward):  # of terms that are: weights, or the sum, can be too much for a float
+            values = ", ".join(f"{term.weight:g} * {found[name]['value']:g} ({name})" for name, term in self._config.terms.items())
+            return self._failed(Failure("not_a_number", "reward.terms", f"their sum {values} is {reward}, which is not a finite number"))
         return Score(reward=reward, parts=parts)
 
     def _is_reported(self, part: str) -> bool:

@@ -107,6 +107,16 @@ def test_a_sample_whose_worker_is_killed_is_scored_by_another(misbehaving, tmp_p
     assert (tmp_path / "died").exists() and not pool.error_counts
 
 
+def test_a_sum_of_terms_that_is_no_number_marks_its_sample():
+    """As one term that is none: an infinite reward would end the run."""
+    terms = {"right": RewardTerm(kind="exact", weight=1.5e308), "form": RewardTerm(kind="format", pattern="1+", weight=1.5e308)}
+    (bad, good), pool = score_all(RewardConfig(terms=terms), "1", "11", ground_truth="1")
+    said = "their sum 1.5e+308 * 1 (right), 1.5e+308 * 1 (form) is inf, which is not a finite number"
+    assert bad == Score(reward=0.0, error=f"reward.terms: {said}")
+    assert good.reward == 1.5e308
+    assert pool.error_counts == {"not_a_number": 1}
+
+
 def test_errors_are_counted_by_kind(misbehaving):
     _, pool = score_all(misbehaving(timeout_seconds=2.0), "raise", "nan", "raise", "sleep", "fine", "scalar", "bool")
     assert pool.error_counts == {"raised": 2, "not_a_number": 1, "timeout": 1}
