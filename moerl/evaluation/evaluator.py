@@ -19,7 +19,7 @@ from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.schema.data_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result, result_of
-from moerl.evaluation.samples import Record, SampleFile, outcome_of, record_of, samples_path
+from moerl.evaluation.samples import Record, SampleFile, num_alike, outcome_of, record_of, samples_path
 from moerl.models.plain_tokenizer import Tokenizer
 from moerl.observe.observer import full_reward
 from moerl.rewards.reward_pool import RewardPool
@@ -119,7 +119,7 @@ class Evaluator:
     async def _run(self, dataset: _Loaded, path: Path) -> Result:
         prompts = [dataset.prompts.prompt_at(index) for index in range(dataset.num_prompts)]
         file = SampleFile(path, samples=dataset.settings.samples)
-        file.keep(_num_alike(file.found, prompts))
+        file.keep(num_alike(file.found, prompts))
         if file.found:
             logger.info("%s: %d of %d prompts are there already", dataset.name, len(file.found), len(prompts))
         per_prompt = list(file.found)
@@ -157,11 +157,3 @@ class Evaluator:
         async with self._places:  # what waits in the driver must not use up its deadline
             answer, score = await answered(self._pool, dataset.rewards, prompt, sampling, request_id=f"{session}-{index}", session=session)
         return record_of(prompt, index, answer, score, pass_reward=dataset.pass_reward)
-
-
-def _num_alike(found: Sequence[Sequence[Record]], prompts: Sequence[Prompt]) -> int:
-    """How many of the prompts, from the first on, are those that `found` has samples of."""
-    for number, (records, prompt) in enumerate(zip(found, prompts, strict=False)):
-        if any((record["prompt"], record["ground_truth"]) != (prompt.text, prompt.ground_truth) for record in records):
-            return number
-    return min(len(found), len(prompts))

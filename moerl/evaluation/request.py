@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from moerl.config.derive.eval_settings import reward_of
 from moerl.config.load import to_plain
+from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.run_config import RunConfig
 from moerl.train.checkpoint.checkpoint_check import check
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
@@ -35,10 +37,24 @@ class Evaluation:
         files = sorted(self.source.glob("*.safetensors")) if self.checkpoint is None else [self.source / MANIFEST]
         return {
             "checkpoint": str(self.source.resolve()),
-            "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "files": [_state(file) for file in files],
+            "functions": [_state(file) for file in _function_files(self.config)],
             "settings": {name: plain[name] for name in _SAMPLED_BY},
             "dtype": plain["train"]["dtype"],
         }
+
+
+def _state(file: Path) -> list[Any]:
+    """Another one for a file that was written again."""
+    return [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+
+
+def _function_files(config: RunConfig) -> list[Path]:
+    """Files of functions that score."""
+    assert config.eval is not None
+    terms = (term for dataset in config.eval.datasets.values() for term in reward_of(config, dataset).terms.values())
+    sources = {split_path(term.path)[0] for term in terms if term.path is not None}
+    return [Path(source) for source in sorted(sources) if source.endswith(".py")]
 
 
 def kind_of(directory: Path) -> Literal["run", "hf"] | None:

@@ -1,12 +1,15 @@
 """The file of an evaluation's samples: samples/NAME.jsonl, one line per sample, prompt after prompt, while they are made.
 
-What was written before is kept if it belongs to the same prompts, so that an evaluation that was stopped goes on where it was.
+What was written before is kept if it belongs to the same rows, so that an evaluation that was stopped goes on where it was.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import xxhash
 
 from moerl.evaluation.estimates import Outcome
 from moerl.observe.records import read_records, replace_records, to_line
@@ -20,6 +23,7 @@ def record_of(prompt: Prompt, index: int, answer: Answer, score: Score, *, pass_
     """Record of sample `index` of the prompt."""
     return {
         "prompt_index": prompt.index,
+        "row": _digest(prompt),
         "sample": index,
         "data_source": prompt.data_source,
         "prompt": prompt.text,
@@ -33,6 +37,21 @@ def record_of(prompt: Prompt, index: int, answer: Answer, score: Score, *, pass_
         "finish_reason": answer.completion.finish_reason,
         "error": score.error,
     }
+
+
+def num_alike(found: Sequence[Sequence[Record]], prompts: Sequence[Prompt]) -> int:
+    """How many of the prompts, from the first on, are those that `found` has samples of, with all that their scores were made from."""
+    for number, (records, prompt) in enumerate(zip(found, prompts, strict=False)):
+        digest = _digest(prompt)
+        if any(record.get("row") != digest for record in records):
+            return number
+    return min(len(found), len(prompts))
+
+
+def _digest(prompt: Prompt) -> str:
+    """Of the row: what is asked, and what an answer to it is scored by."""
+    row = [prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info]
+    return xxhash.xxh3_128_hexdigest(json.dumps(row, sort_keys=True, default=repr).encode())
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:

@@ -2,7 +2,10 @@
 
 import fcntl
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,12 +15,14 @@ from moerl.config.load import load
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
 from moerl.evaluation.results import keep_samples_of
+from moerl.evaluation.samples import num_alike, record_of
 from moerl.run import evaluate
 from moerl.scratch_model import write_scratch_model
 from moerl.starting_model import load_model
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.types.errors import CheckpointError, ConfigError, DataError, MoerlError
+from moerl.types.groups import Prompt, Score
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
 
@@ -160,6 +165,34 @@ def test_what_changes_the_samples_changes_the_identity(folder: Path, tmp_path: P
     weights = next(folder.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes() + b" ")
     assert identity() != before
+    own = tmp_path / "own.py"
+    own.write_text("def score(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
+    words = f"reward.terms.repeat={{kind: function, path: '{own}:score'}}"
+    before = identity(words)
+    own.write_text(own.read_text().replace("0.0", "-1.0"))
+    assert identity(words) != before
+
+
+def test_samples_stay_until_the_first_row_of_which_anything_has_changed():
+    completion = SimpleNamespace(num_tokens=1, finish_reason="stop")
+
+    def records_of(prompt: Prompt) -> list[dict[str, Any]]:
+        answer: Any = SimpleNamespace(text="", completion=completion)
+        return [record_of(prompt, index, answer, Score(reward=0.0), pass_reward=1.0) for index in range(2)]
+
+    prompts = [
+        Prompt(index=index, token_ids=(1,), text="1+1", data_source="a", ground_truth="2", extra_info={"tests": [1, 2], "level": index})
+        for index in range(3)
+    ]
+    found = [records_of(prompt) for prompt in prompts]
+    assert num_alike(found, prompts) == 3 and num_alike(found[:1], prompts) == 1 and num_alike(found, prompts[:2]) == 2
+    other_order = replace(prompts[1], extra_info={"level": 1, "tests": [1, 2]})
+    assert num_alike(found, [prompts[0], other_order, prompts[2]]) == 3
+    changes: list[dict[str, Any]] = [
+        {"text": "1+2"}, {"data_source": "b"}, {"ground_truth": "3"}, {"extra_info": {"tests": [1, 3], "level": 1}},
+    ]  # fmt: skip
+    for change in changes:
+        assert num_alike(found, [prompts[0], replace(prompts[1], **change), prompts[2]]) == 1, change
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "samples"])
