@@ -30,7 +30,7 @@ class Algorithm:
 
     @property
     def max_attempts(self) -> int:
-        """A step may draw this many times its groups; 1 where `keep` never says no."""
+        """A step may draw this many times its groups; 1 where `keeps_group` never says no."""
         return self.config.max_attempts
 
     def keeps_group(self, group: Group) -> bool:
