@@ -12,7 +12,7 @@ FIXED: Mapping[str, str] = {
     "seed": "the data order and every sampling seed derive from it",
     "model": "the checkpoint holds weights of that model",
     "data": "the checkpoint holds a position in that data set's order",
-    "group_size": "the checkpoint holds finished groups of that size",
+    "group_size": "the checkpoint's steps were taken with it",
     "algorithm.advantage.kind": "the checkpoint's steps were taken with it",
     "algorithm.objective.kind": "the checkpoint's steps were taken with it",
     "critic.path": "the checkpoint holds weights of that model",
