@@ -130,7 +130,7 @@ class RolloutConfig(Strict):
     num_collectors: Positive | None = None
     """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them, on
     the nodes of the servers, whose answers they share. None: one for each node with servers, more where the longest samples of a step would
-    take over 10 s, up to ten; moerl check prints how many, and the seconds. Without effect for fake."""
+    take over 10 s, up to ten on a node; moerl check prints how many, and the seconds. Without effect for fake."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None
