@@ -74,8 +74,8 @@ MAX_ERROR = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """Reason that goes with every status but 200: 400 the request is wrong, 401 it is not the run's, 409 the server's state forbids it,
-    500 a bug."""
+    """Reason that goes with every status but 200, and those of addresses that are no verb (404, 405: plain text): 400 the request is wrong,
+    401 it is not the run's, 409 the server's state forbids it, 413 its body is too large, 500 a bug, 503 the engine has ended."""
 
     error: str
 
