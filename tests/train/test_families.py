@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import random_batch, settings
+from engine_jobs import train
 from engine_ranks import run_ranks
 from family_cases import BUILT, CASES, transformers_logits, write_case
 from family_jobs import prove
@@ -208,6 +209,16 @@ def test_an_update_has_the_loss_and_the_gradient_of_transformers(name, directori
     found = proofs("one")[name].stats
     assert (found.loss, found.entropy) == pytest.approx((expected.loss, expected.entropy), rel=1e-4, abs=1e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_sinks_of_attention_leave_the_weights_of_later_chunks_right_in_float64(directories):
+    """Transformer Engine makes sinks in float32, and gloo gathers the buffers of such a chunk as if all had one dtype."""
+    found, wanted = (
+        run_ranks(train, layout.ranks, settings(directories["gpt_oss"], layout, dtype="float64"), BATCH, 1)
+        for layout in (Layout(ranks=4, pp=2, vpp=2), Layout())
+    )
+    for name, weight in wanted.weights.items():
+        np.testing.assert_allclose(found.weights[name], weight, atol=1e-6, rtol=0, err_msg=name)
 
 
 def test_layers_of_multi_token_prediction_that_are_not_trained_leave_as_they_came(directories):

@@ -123,6 +123,7 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
     for chunk in chunks:
         if is_critic and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        _in_one_dtype(chunk, config.params_dtype)
         _reduce_replicated_experts(chunk, train.layout)
         _count_in_norm(chunk)
         freeze_indexers(chunk)
@@ -216,6 +217,15 @@ def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
 def sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron would divide by `num_tokens`; the loss already is."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def _in_one_dtype(chunk: nn.Module, dtype: torch.dtype) -> None:
+    """Transformer Engine makes the sinks of attention in float32, and only Megatron's wrapper for bfloat16 casts them.
+
+    Chunks after the first are gathered as one group of buffers, which gloo takes for one dtype: in float64 their weights would be garbage.
+    """
+    for parameter in chunk.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
