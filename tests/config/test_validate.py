@@ -12,6 +12,7 @@ from moerl.types.engine_traits import TRAITS
 from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+WARM = "recipe=grpo-tiny-add-1n2g-sync"
 DAPO = "recipe=dapo-tiny-moe-1n2g-async"
 MEGATRON = "train.megatron.moe_router_"
 
@@ -108,6 +109,8 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DEMO, "train.layout.vpp=2", "train.layout.vpp", "needs pp > 1"),
         (DEMO, "train.optimizer.min_lr=1", "train.optimizer.min_lr", "must be at most lr=0.001"),
         (DEMO, "train.optimizer.decay=cosine num_steps=10", "train.optimizer.warmup_steps", "must be less than num_steps=10"),
+        (WARM, "sft.lr=1e-5 train.optimizer={decay:linear,min_lr:1e-4}", "sft.lr", "must be at least train.optimizer.min_lr=0.0001"),
+        (WARM, "sft.warmup_steps=9 sft.num_steps=9 train.optimizer.decay=cosine", "sft.warmup_steps", "must be less than sft.num_steps=9"),
         (DEMO, "train.optimizer.betas=[0.9,1.0]", "train.optimizer.betas.1", "must be in [0, 1)"),
         (DAPO, "algorithm.overlong_buffer=null", "algorithm.overlong_buffer", "must be given"),
         (DAPO, "algorithm.overlong_buffer=12", "algorithm.overlong_buffer", "must be less than rollout.max_response_tokens=12"),

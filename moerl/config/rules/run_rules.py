@@ -95,10 +95,23 @@ def optimizer_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         rule = f"must be less than num_steps={config.num_steps}"
         reason = f"{optimizer.decay} decay lasts from the warm-up's end to num_steps"
         yield problem(f"{path}.warmup_steps", optimizer.warmup_steps, rule, reason, f"{path}.decay=constant, or a shorter warm-up")
+    yield from _warm_start_rates(config)
     for index, beta in enumerate(optimizer.betas):
         if not 0 <= beta < 1:
             rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
+
+
+def _warm_start_rates(config: RunConfig) -> Iterator[Problem]:
+    sft, optimizer = config.sft, config.train.optimizer
+    if sft is None or optimizer.decay == "constant":
+        return
+    if sft.lr < optimizer.min_lr:
+        rule, reason = f"must be at least train.optimizer.min_lr={optimizer.min_lr}", "the warm start's learning rate decays to that too"
+        yield problem("sft.lr", sft.lr, rule, reason, f"train.optimizer.min_lr={sft.lr / 10}")
+    if sft.warmup_steps >= sft.num_steps:
+        rule, reason = f"must be less than sft.num_steps={sft.num_steps}", f"{optimizer.decay} decay lasts from the warm-up's end to it"
+        yield problem("sft.warmup_steps", sft.warmup_steps, rule, reason, "train.optimizer.decay=constant, or a shorter warm-up")
 
 
 def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:

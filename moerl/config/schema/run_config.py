@@ -86,7 +86,7 @@ class NetworkConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Strict):
-    """Supervised warm start on the data set's own answers, before the first rollout."""
+    """Supervised warm start on the data set's own answers, before the first rollout. All else, as its decay, is train.optimizer's."""
 
     num_steps: Positive
     batch_size: Positive
