@@ -86,7 +86,8 @@ class NetworkConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(Strict):
-    """Supervised warm start on the data set's own answers, before the first rollout. All else, as its decay, is train.optimizer's."""
+    """Supervised warm start on the data set's own answers, before the first rollout: cross-entropy of what is sampled, so at
+    rollout.temperature. All else of its optimizer, as its decay, is train.optimizer's."""
 
     num_steps: Positive
     batch_size: Positive

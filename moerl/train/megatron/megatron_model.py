@@ -225,7 +225,8 @@ def _in_one_dtype(chunk: nn.Module, dtype: torch.dtype) -> None:
     Chunks after the first are gathered as one group of buffers, which gloo takes for one dtype: in float64 their weights would be garbage.
     """
     for parameter in chunk.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
