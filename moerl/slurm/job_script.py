@@ -94,7 +94,8 @@ def _render_job(
     # A task that ends lets the others end in order; the first node's says how the job went.
     step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={LAST_SECONDS:.0f}"]
     again = ["--requeue", "--open-mode=append", f"--signal=USR1@{slurm.end_seconds}"]
-    options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir.resolve()))}"])]
+    config_dir = None if config_dir is None else config_dir.resolve()
+    options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir))}"])]
     paths = [path for path in (config_dir, Path(config.output_dir), *mounts) if path is not None and path.is_absolute()]
     return _render(
         slurm,

@@ -72,6 +72,17 @@ def test_a_pyxis_container_sees_the_directory_of_submission_and_the_runs():
     assert "\n    python3 \\\n    -m moerl node" in script
 
 
+@pytest.mark.parametrize("given", ["link", "../own"])
+def test_a_container_sees_the_directory_of_recipes_where_nodes_look_for_it(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("own")
+    monkeypatch.chdir(tmp_path / "here")
+    script = render_train(load([DEEPSEEK, APPTAINER]), [DEEPSEEK, APPTAINER], tmp_path / given if given == "link" else Path(given))
+    own = (tmp_path / "own").resolve()
+    assert f"--config-dir={own} \\" in script and f"--bind={own}:{own} \\" in script
+
+
 def test_an_apptainer_container_has_the_gpus():
     script = rendered(DEEPSEEK, APPTAINER)
     assert "apptainer exec --nv \\" in script
