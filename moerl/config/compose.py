@@ -13,7 +13,7 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -48,7 +48,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
         raise ConfigError(problems)
     lines = [_tolerant(override, config_dir) for override in parsed]
     if config_dir is not None:
-        lines.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+        folder = QuotedString(text=f"file://{config_dir.resolve()}", quote=Quote.single)
+        lines.append(f"hydra.searchpath=[{folder.with_quotes()}]")
     try:
         with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)

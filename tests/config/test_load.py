@@ -137,6 +137,14 @@ def test_recipes_of_a_users_own_directory_can_build_on_shipped_ones(tmp_path):
     assert problem.path == "weights.mismatch_limit"
 
 
+@pytest.mark.parametrize("name", ["Ann's", "a\\'b", "a b,c=${d}", "e\\"])
+def test_a_directory_of_recipes_may_have_any_name(tmp_path, name):
+    recipes = tmp_path / name / "recipe"
+    recipes.mkdir(parents=True)
+    (recipes / "mine.yaml").write_text("# @package _global_\ndefaults: [grpo-tiny-moe-1n2g-sync, _self_]\nname: mine\n")
+    assert load(["recipe=mine"], tmp_path / name).name == "mine"
+
+
 def test_a_users_recipe_may_not_hide_a_shipped_one(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "grpo-tiny-moe-1n2g-sync.yaml").write_text("name: other\n")
