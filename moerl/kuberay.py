@@ -58,7 +58,7 @@ def render_rayjob(config: RunConfig, overrides: Sequence[str], config_dir: Path 
     namespace = {} if kubernetes.namespace is None else {"namespace": kubernetes.namespace}
     limit = {} if kubernetes.max_seconds is None else {"activeDeadlineSeconds": kubernetes.max_seconds}
     spec = {
-        "entrypoint": _entrypoint(config, overrides, config_dir),
+        "entrypoint": _entrypoint(config, overrides, config_dir).replace("$", "$$"),
         "submissionMode": "K8sJobMode",
         "backoffLimit": kubernetes.retries,
         "submitterConfig": {"backoffLimit": 2},
@@ -85,7 +85,8 @@ def create_rayjob(manifest: str) -> str:
 
 
 def _entrypoint(config: RunConfig, overrides: Sequence[str], config_dir: Path | None) -> str:
-    """One simple command: KubeRay writes it unquoted into the submitter's own script, whose shell would run what follows an `&&` itself."""
+    """One simple command: KubeRay writes it unquoted into the submitter's own script, whose shell would run what follows an `&&` itself.
+    It is an argument of the submitter's container, where Kubernetes takes $(NAME) for a variable and $$ for one $."""
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
     words = [*options, *overrides]
     moerl, gpus = [config.kubernetes.python, "-m", "moerl"], _gpus(config)

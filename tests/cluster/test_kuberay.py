@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -112,8 +113,9 @@ def test_a_run_of_one_node_is_a_head_alone_and_without_gpus_asks_for_none():
 
 
 def test_values_reach_the_driver_as_they_are_and_the_doctor_goes_first(tmp_path: Path):
-    """Through the shells they pass: the submitter's script, `ray job submit`, which quotes its words again, and the job's."""
-    hostile = 'network.variables.GREETING="it\'s $HOME `id` \\\\ and more; exit 7"'
+    """Through what they pass: Kubernetes, which expands $(NAME) and $$ in a container's arguments, the shell of the submitter's script,
+    `ray job submit`, which quotes its words again, and the job's shell."""
+    hostile = 'network.variables.GREETING="it\'s $HOME $$ $(HOME) $$(HOME) `id` \\\\ and more; exit 7"'
     overrides = (DEMO, *ON_DATA, hostile)
     python, ray = tmp_path / "python3", tmp_path / "ray"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@" >> called\n')
@@ -121,7 +123,8 @@ def test_values_reach_the_driver_as_they_are_and_the_doctor_goes_first(tmp_path:
     for program in (python, ray):
         program.chmod(0o755)
     options = {"cwd": tmp_path, "env": {"PATH": f"{tmp_path}:/usr/bin:/bin"}, "check": True}
-    submitter = f"ray job submit -- {rayjob(*overrides)['spec']['entrypoint']} ; touch submitted"
+    entrypoint = re.sub(r"\$(\$|\(HOME\))", lambda found: "$" if found[1] == "$" else "/root", rayjob(*overrides)["spec"]["entrypoint"])
+    submitter = f"ray job submit -- {entrypoint} ; touch submitted"
     subprocess.run(["bash", "-c", submitter], **options)
     assert (tmp_path / "submitted").exists() and not (tmp_path / "called").exists(), "nothing of the job runs in the submitter"
     subprocess.run(["bash", "-c", (tmp_path / "entrypoint").read_text()], **options)
