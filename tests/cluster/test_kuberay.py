@@ -161,6 +161,12 @@ def test_a_model_outside_of_the_volumes_is_refused():
         rayjob(DEEPSEEK, *ON_DATA, "model.path=/elsewhere/v3")
 
 
+def test_a_data_set_of_evaluations_outside_of_the_volumes_is_refused():
+    files = "eval.datasets.held.data={kind: files, files: [/home/me/held.jsonl], max_prompt_tokens: 8}"
+    with pytest.raises(ConfigError, match="eval.datasets.held.data.files.0 = '/home/me/held.jsonl': must be on a volume of the pods"):
+        rayjob(DEMO, *ON_DATA, "eval=tiny-repeat", files)
+
+
 def test_rules_about_the_model_hold_when_only_pods_have_its_files():
     with pytest.raises(ConfigError, match="train.layout"):
         load_for_pods((DEEPSEEK, *ON_DATA, "model.path=/data/m", "train.layout.ep=7"))

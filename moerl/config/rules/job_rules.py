@@ -171,8 +171,10 @@ def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, st
     if config.model.path is not None:
         yield "model.path", config.model.path, False
     yield from ((f"{model.section}.path", model.path, False) for model in companion_models(config) if model.path is not None)
-    if config.data.kind == "files":
-        yield from ((f"data.files.{index}", str(file), False) for index, file in enumerate(config.data.files))
+    evaluated = {} if config.eval is None else config.eval.datasets
+    for section, data in {"data": config.data, **{f"eval.datasets.{name}.data": each.data for name, each in evaluated.items()}}.items():
+        if data.kind == "files":
+            yield from ((f"{section}.files.{index}", str(file), False) for index, file in enumerate(data.files))
     if config.placement.topology is not None:
         yield "placement.topology", config.placement.topology, False
     if config.rollout.tls is not None:
