@@ -7,6 +7,7 @@ ray.io/v1, 1.5.1 and later (authOptions); what the operator makes of them: its c
 """
 
 import importlib.metadata
+import re
 import shlex
 import shutil
 import subprocess
@@ -196,5 +197,9 @@ class _Plain(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+
+# Texts that are numbers to YAML 1.2 and Kubernetes, and none to YAML 1.1: 12e4, 0o17. With this they are quoted.
+_NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$|0o[0-7]+$")
+_Plain.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 _TITLE = "# {name}\n# Rendered by moerl launch --kuberay, for kubectl create -f FILE.\n"

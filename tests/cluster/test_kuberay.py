@@ -90,6 +90,15 @@ def test_every_value_comes_from_the_run():
         assert [each["key"] for each in pod["tolerations"]] == ["nvidia.com/gpu", "training"]
 
 
+def test_a_text_stays_one_where_yaml_1_2_has_a_number():
+    """Kubernetes reads a manifest so: the name of a rack, 12e4, would be 120000."""
+    manifest = render_rayjob(load_for_pods((DEMO, *ON_DATA)), ()).splitlines()
+    assert "    backoffLimit: 3".strip() in map(str.strip, manifest)
+    texts = ("kubernetes.node_selector={rack: '12e4', row: '0o17', side: '1E+3', slot: 'e4'}",)
+    lines = set(map(str.strip, render_rayjob(load_for_pods((DEMO, *ON_DATA, *texts)), ()).splitlines()))
+    assert {"rack: '12e4'", "row: '0o17'", "side: '1E+3'", "slot: e4"} <= lines
+
+
 def test_a_pod_that_must_go_waits_for_the_run_to_save():
     head, worker = pods_of(rayjob(DEEPSEEK, *ON_DATA, *EVERYTHING))
     for pod in (head, worker):
