@@ -244,6 +244,13 @@ def test_a_node_that_cannot_write_the_runs_directory_is_named(jobs: Jobs):
         jobs.cluster.run("umount", jobs.output_dir, node="n1")
 
 
+def test_the_log_is_where_launch_says_it_is_also_in_a_directory_with_a_percent_sign(jobs: Jobs):
+    done = jobs.launch(f"output_dir={jobs.output_dir}/50%j-a%%b", jobs.python_that("echo started; exit 3"))
+    number, log = done.stdout.split()[1].rstrip(":"), Path(done.stdout.strip().partition("log ")[2])
+    jobs.cluster.wait_for("the job's end", lambda: jobs.field(number, "JobState") == "FAILED")
+    assert "started" in log.read_text()
+
+
 def test_slurms_own_words_are_kept_when_it_refuses(jobs: Jobs):
     done = jobs.launch("slurm.partition=nowhere")
     assert done.returncode == 1
