@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
+import moerl
 from moerl.cluster.forks.fork_server import VARIABLE
 from moerl.cluster.forks.local_ray import local_ray
 from moerl.cluster.forks.ray_workers import own_ray
@@ -118,6 +120,14 @@ def test_a_node_may_take_the_time_of_the_deadline_while_its_raylet_runs(monkeypa
                 services.get_node("address", "id")
     assert len(calls) == asked
     assert services.get_node is get_node
+
+
+def test_a_worker_takes_no_ray_from_the_working_directory(tmp_path):
+    (tmp_path / "ray.py").write_text("raise SystemExit('not Ray')\n")
+    words = [sys.executable, "-m", "moerl.cluster.forks.ray_worker", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(moerl.__file__).parent.parent)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and "usage: default_worker.py" in done.stdout
 
 
 HANGS = """

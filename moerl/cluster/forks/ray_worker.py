@@ -16,12 +16,14 @@ _OOM_VARIABLE, _OOM_SCORE = "RAY_worker_oom_score_adjustment", "1000"
 def main() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(os.environ.get(_OOM_VARIABLE, _OOM_SCORE))
+    del sys.path[0]  # the working directory, whose ray.py is not Ray
     import ray._raylet
 
     # Ray's own finds nothing to write to where the environment has moved.
     ray._raylet.setproctitle = lambda title: set_title([title])
     file = default_worker()
-    sys.argv[0], sys.path[0] = file, os.path.dirname(file)
+    sys.argv[0] = file
+    sys.path.insert(0, os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
 
 
