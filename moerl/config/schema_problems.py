@@ -93,6 +93,9 @@ def _wrong(path: str, node: Node, error: ErrorDetails) -> Problem:
     general = "a value of another type is refused, so that a slip is seen" if is_type else "other values have no meaning here"
     reason = description(node) or general
     choices = [str(choice) for choice in node.get("enum", ())]
+    if error["type"] == "string_type" and isinstance(value, int | float) and not choices:  # YAML's, of digits, 1e3, true or 12:00:00
+        fix = f'in quotes: \'{path}="..."\', in a file {path.rpartition(".")[2]}: "..."'
+        return problem(path, value, f"must be {wanted}", reason, fix)
     return problem(path, value, f"must be {wanted}", reason, _nearest(f"{path}=", value, choices, wanted))
 
 

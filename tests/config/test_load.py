@@ -73,6 +73,7 @@ def test_a_group_file_replaces_the_recipes_choice():
         ("train.micro_batch_tokens=???", "train.micro_batch_tokens", "leaves it open with ???"),
         ("data.task=???", "data.task", "write data.task=<one of repeat, add>"),
         ("model.path=???", "model.path", "write model.path=<text, or null>"),
+        ("slurm.account=12345", "slurm.account", 'in quotes: \'slurm.account="..."\', in a file account: "..."'),
         ("model=tiny", "model", "qwen3-30b-a3b, tiny-moe"),
         ("num_steps=1,2", "num_steps", "a command is one run"),
         ("num_steps", "override", "must read key=value"),
