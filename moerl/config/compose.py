@@ -38,6 +38,11 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
 
     `config_dir` holds further groups (recipe/, model/, ...), beside the shipped ones. Raises ConfigError.
     """
+    try:
+        Path.cwd()
+    except OSError as error:
+        reason, fix = "relative paths of the settings mean it", "cd to a directory that is there"
+        raise ConfigError([problem("working directory", NOT_SET, "must exist", reason, fix)]) from error
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([problem("--config-dir", str(config_dir), "is not a directory", "further recipes are read from it", "name one")])
     parsed, problems = _parse(overrides)

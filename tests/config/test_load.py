@@ -153,6 +153,14 @@ def test_a_users_recipe_may_not_hide_a_shipped_one(tmp_path):
     assert "give your own another name" in problem.fix
 
 
+def test_a_working_directory_that_is_gone_is_said(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    (problem,) = problems_of(DEMO)
+    assert (problem.path, problem.rule) == ("working directory", "must exist")
+
+
 def test_a_config_directory_that_does_not_exist_is_said(tmp_path):
     (problem,) = problems_of(DEMO, config_dir=tmp_path / "none")
     assert problem.path == "--config-dir"
