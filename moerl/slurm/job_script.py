@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -40,7 +40,7 @@ def render_eval(config: RunConfig, overrides: Sequence[str], config_dir: Path | 
         config, overrides, config_dir, title=f"evaluation of {config.name}", name=f"eval-{config.name}",
         arguments="--checkpoint=PATH key=value ...", does="evaluates, and goes on where it was stopped",
         options=["--eval", *([] if checkpoint is None else [f"--checkpoint={shlex.quote(str(checkpoint))}"])],
-        mounts=[] if checkpoint is None else [checkpoint],
+        mounts={} if checkpoint is None else {"--checkpoint": checkpoint},
     )  # fmt: skip
 
 
@@ -84,11 +84,15 @@ def _sbatch(*arguments: str) -> str:
 
 def _render_job(
     config: RunConfig, overrides: Sequence[str], config_dir: Path | None, *, title: str, name: str, arguments: str, does: str,
-    options: Sequence[str] = (), mounts: Sequence[Path] = (),
+    options: Sequence[str] = (), mounts: Mapping[str, Path] | None = None,
 ) -> str:  # fmt: skip
-    """`does`: what the first node does. `options`: of moerl node. `mounts`: further directories that containers need."""
+    """`does`: what the first node does. `options`: of moerl node. `mounts`: further directories that containers need, by their settings."""
     slurm, nodes = config.slurm, config.placement.nodes
-    if problems := list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config))):
+    problems = list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config)))
+    needed = {"output_dir": Path(config.output_dir), **(mounts or {})}
+    if slurm.container is not None:
+        problems += [_outside(setting, path) for setting, path in needed.items() if os.path.normpath(path).startswith("..")]
+    if problems:
         raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
@@ -96,7 +100,7 @@ def _render_job(
     again = ["--requeue", "--open-mode=append", f"--signal=USR1@{slurm.end_seconds}"]
     config_dir = None if config_dir is None else config_dir.resolve()
     options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir))}"])]
-    paths = [path for path in (config_dir, Path(config.output_dir), *mounts) if path is not None and path.is_absolute()]
+    paths = [path for path in (config_dir, *needed.values()) if path is not None and path.is_absolute()]
     return _render(
         slurm,
         title=f"{title}: {nodes} nodes with {each}",
@@ -106,6 +110,11 @@ def _render_job(
         requeue_code=ExitCode.QUEUE_AGAIN,
         command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
     )
+
+
+def _outside(setting: str, path: Path) -> Problem:
+    reason = "a container has the directory of submission and absolute paths: what is beside that would be lost, or not found"
+    return problem(setting, str(path), "must be absolute, or below the directory of submission", reason, f"{setting}={path.resolve()}")
 
 
 def render_convert(slurm: SlurmConfig) -> str:

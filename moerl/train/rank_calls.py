@@ -23,6 +23,7 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.types.errors import HangError, MoerlError, Origin, TrainError
 from moerl.types.exit_codes import ExitCode
+from moerl.types.system_errors import is_of_machine
 
 Calls = dict[int, asyncio.Task[Any]]
 """By rank."""
@@ -162,7 +163,7 @@ class RankCalls:
             lines.append(f"after it failed: {', '.join(f'rank {other}' for other in others)}")
         wrapped = TrainError("\n".join(lines)).began_in(origin)
         wrapped.__cause__ = error
-        if was_killed(error):
+        if was_killed(error) or is_of_machine(error if cause is None else cause):
             wrapped.exit_code = ExitCode.KILLED
         return wrapped
 

@@ -19,6 +19,9 @@ _OF_MACHINES = (
     errno.ECONNRESET, errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH,
 )  # fmt: skip
 
+_SAID_BY_LIBRARIES = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE)))
+"""Words in exceptions of libraries' own classes."""
+
 
 def told_of_system(error: Exception) -> Exception:
     """A MoerlError with the exit code of docs/failures.md; `error` itself where the system refused nothing."""
@@ -33,18 +36,21 @@ def told_of_system(error: Exception) -> Exception:
         fix = "make room there; the same command goes on"
         text = f"{named or 'a file'}: {os.strerror(number)}\n  at {_place(error)}\n    why: {why}\n    fix: {fix}"
         return _told(error, text, ExitCode.FAILED)
-    if _is_of_machine(error):
+    if is_of_machine(error):
         why = "the operating system refused what this process asked for: its memory, files, processes or connections may be at a limit"
         fix = "the same command goes on; `moerl doctor` says what this machine limits"
         return _told(error, f"{type(error).__name__}: {error}\n  at {_place(error)}\n    why: {why}\n    fix: {fix}", ExitCode.KILLED)
     return error
 
 
-def _is_of_machine(error: Exception) -> bool:
+def is_of_machine(error: BaseException) -> bool:
+    """Whether the machine had too little of something, and another time may have enough."""
     refused = error.__context__ if isinstance(error, ImportError) else error  # modules tell of some as they like
     if isinstance(refused, OSError):
         return refused.errno in _OF_MACHINES
-    return isinstance(refused, MemoryError | SystemError)  # SystemError: the interpreter lost one of its own, as it does of memory
+    if isinstance(refused, MemoryError | SystemError):  # SystemError: the interpreter lost one of its own, as it does of memory
+        return True
+    return any(text in str(refused) for text in _SAID_BY_LIBRARIES)
 
 
 def _errno(error: BaseException) -> int:

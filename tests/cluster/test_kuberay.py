@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -174,6 +175,25 @@ def test_a_data_set_of_evaluations_outside_of_the_volumes_is_refused():
     files = "eval.datasets.held.data={kind: files, files: [/home/me/held.jsonl], max_prompt_tokens: 8}"
     with pytest.raises(ConfigError, match="eval.datasets.held.data.files.0 = '/home/me/held.jsonl': must be on a volume of the pods"):
         rayjob(DEMO, *ON_DATA, "eval=tiny-repeat", files)
+
+
+def test_functions_of_the_users_are_files_that_pods_can_find(tmp_path: Path):
+    (tmp_path / "own.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
+    (tmp_path / "own_loss.py").write_text(
+        "import dataclasses\n\n@dataclasses.dataclass\nclass Own:\n    def token_loss(self, columns): ...\n"
+    )
+    relative = Path(os.path.relpath(tmp_path))
+    terms = "{{own: {{kind: function, path: '{}/own.py:score'}}, other: {{kind: function, path: 'json:loads'}}}}"
+    words = [DEMO, *ON_DATA, "eval=tiny-repeat", f"reward.terms={terms.format(relative)}"]
+    words += [
+        f"eval.datasets.repeat.reward={{terms: {terms.format(relative)}}}",
+        f"algorithm.objective={{kind: custom, path: '{relative}/own_loss.py:Own'}}",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        rayjob(*words)
+    paths = ["reward.terms.own.path", "eval.datasets.repeat.reward.terms.own.path", "algorithm.objective.path"]
+    assert [(problem.path, problem.rule) for problem in caught.value.problems] == [(path, "must be absolute") for path in paths]
+    rayjob(DEMO, *ON_DATA, f"reward.terms={terms.format(tmp_path)}")
 
 
 def test_rules_about_the_model_hold_when_only_pods_have_its_files():

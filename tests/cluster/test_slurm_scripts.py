@@ -213,3 +213,13 @@ def test_an_evaluation_has_the_nodes_of_its_run_and_names_its_checkpoint(tmp_pat
 def test_a_container_of_an_evaluation_sees_the_checkpoint():
     overrides = [DEEPSEEK, "eval=gym-chain-sum", APPTAINER]
     assert "--bind=/models/m:/models/m \\" in render_eval(load(overrides), overrides, checkpoint=Path("/models/m"))
+
+
+def test_a_container_has_nothing_beside_the_directory_of_submission_but_by_absolute_paths():
+    overrides = [DEEPSEEK, "eval=gym-chain-sum", APPTAINER, "output_dir=runs/../../runs"]
+    with pytest.raises(ConfigError) as caught:
+        render_eval(load(overrides), overrides, checkpoint=Path("../m"))
+    assert [problem.path for problem in caught.value.problems] == ["output_dir", "--checkpoint"]
+    assert caught.value.problems[1].fix == f"--checkpoint={Path('../m').resolve()}"
+    outside = [DEEPSEEK, "output_dir=../runs"]
+    assert "../runs" in render_train(load(outside), outside)  # without a container it is where Slurm starts the job

@@ -298,6 +298,27 @@ def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_
         assert (origin.who, origin.doing) == ("rank 1 of 2", "update")
         assert "micro_batch_loss" in origin.details
         assert Path(origin.log).name == "rank-1.log"
+        assert caught.value.exit_code == ExitCode.FAILED
+
+    run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
+
+
+def test_a_rank_that_may_open_no_more_files_ends_the_run_as_one_to_be_started_again(run_with):
+    class Failing:
+        metric_names = ()
+
+        def token_loss(self, columns):
+            import resource
+
+            most = len(os.listdir("/proc/self/fd")) - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            with open("/dev/null"):
+                raise AssertionError("it may")
+
+    async def scenario(group, pids):
+        with pytest.raises(TrainError, match="Too many open files") as caught:
+            await group.update(BATCH, Loss(objective=Failing()), lr=1e-3)
+        assert caught.value.exit_code == ExitCode.KILLED
 
     run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 from moerl.config.derive.companion_models import companion_models
 from moerl.config.rules.facts import Facts
+from moerl.config.schema.custom_part import CustomPart, split_path
 from moerl.config.schema.deadlines import Phase
 from moerl.config.schema.job_config import SlurmConfig
 from moerl.config.schema.run_config import RunConfig
@@ -163,6 +164,24 @@ def launch_problems(config: RunConfig, config_dir: str | None) -> Iterator[Probl
             shown = ", ".join(volume.path for volume in kubernetes.volumes) if kubernetes.volumes else NOT_SET
             reason = f"what a pod writes elsewhere ends with it; kubernetes.volumes: {shown}"
             yield problem(path, value, rule, reason, "kubernetes.volumes=[{claim: CLAIM, path: /data}], and a path below /data")
+    for path, value in _functions(config):
+        if not PurePosixPath(split_path(value)[0]).is_absolute():
+            reason, fix = "a pod has no directory of submission", "the path of the file in the image, or on a volume of the pods"
+            yield problem(path, value, "must be absolute", reason, fix)
+
+
+def _functions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(setting, FILE.py:NAME) of functions and classes of the user's that are files."""
+    rewards = {"reward": config.reward}
+    for name, dataset in ({} if config.eval is None else config.eval.datasets).items():
+        if dataset.reward is not None:
+            rewards[f"eval.datasets.{name}.reward"] = dataset.reward
+    found = [(f"{section}.terms.{name}.path", term.path) for section, each in rewards.items() for name, term in each.terms.items()]
+    algorithm = config.algorithm
+    corrections = [(f"corrections.{index}", each) for index, each in enumerate(algorithm.corrections)]
+    parts = [("advantage", algorithm.advantage), ("objective", algorithm.objective), *corrections]
+    found += [(f"algorithm.{name}.path", part.path) for name, part in parts if isinstance(part, CustomPart)]
+    yield from ((setting, path) for setting, path in found if path is not None and split_path(path)[0].endswith(".py"))
 
 
 def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, str, bool]]:
