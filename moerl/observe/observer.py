@@ -112,7 +112,10 @@ class Observer:
         log.info("step %d took %s", version, duration(step_seconds))
         if self._terminal is not None:
             self._terminal.row(version, metrics)
-        self._dumps.step(version, groups)
+        try:
+            self._dumps.step(version, groups)
+        except StoreError as error:  # the step is trained: what ranks cannot fetch either ends the run at the next one
+            log.warning("the samples of step %d cannot be dumped: %s", version, error)
         # By now the loop has imported what it needs, and with it the handlers those libraries give themselves.
         self._log.silence_libraries()
         self._last_version = version

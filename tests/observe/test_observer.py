@@ -11,7 +11,7 @@ from rich.console import Console
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.observer import Observer, PhaseClock, full_reward
 from moerl.observe.records import read_metrics
-from moerl.types.errors import ConfigError, HangError
+from moerl.types.errors import ConfigError, HangError, StoreError
 
 
 @pytest.fixture
@@ -136,6 +136,23 @@ def test_the_last_step_is_dumped_and_the_status_told_however_the_run_ends(make_c
     observe.__exit__(type(error) if error else None, error, None)
     assert list(dumped_steps(config.run_dir / "samples")) == [1, 3]
     assert status in console.file.getvalue().splitlines()
+
+
+def test_a_step_whose_samples_are_lost_counts_and_only_its_dump_is_missing(make_config, take_steps, monkeypatch, caplog):
+    config = make_config(dump_every=1)
+    observe = Observer(config)
+    with monkeypatch.context() as lost:
+
+        def fetch(stored):
+            raise StoreError("samples were lost with the process that had received them")
+
+        lost.setattr("moerl.observe.dumps.fetch", fetch)
+        take_steps(observe, [1])
+    take_steps(observe, [2])
+    observe.close()
+    assert [row["step"] for row in read_metrics(config.run_dir / "metrics.jsonl")] == [1, 2]
+    assert list(dumped_steps(config.run_dir / "samples")) == [2]
+    assert "the samples of step 1 cannot be dumped: samples were lost" in caplog.text
 
 
 def test_closing_twice_keeps_the_first_status(make_config, console):
