@@ -17,6 +17,7 @@ import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.hangs.hang_reports import HangReports
 from moerl.rollout.fleet.collector import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
@@ -24,7 +25,7 @@ from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams, ServerLoad, VersionSpan
-from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, StoreError
+from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, HangError, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
@@ -194,7 +195,7 @@ def test_a_collector_that_is_made_again_is_asked_again_what_has_no_answer(run, e
         async with asyncio.timeout(60):
             while json.loads(await engine.call("GET", "/sizes")) != [1]:
                 pass
-            os.kill(other._homes[0].pid, signal.SIGKILL)
+            os.kill(other._homes[0].process.pid, signal.SIGKILL)
             while len(json.loads(await engine.call("GET", "/sizes"))) < 2:
                 pass
             await engine.call("POST", "/abort", b'{"request_ids": ["held"]}')
@@ -233,6 +234,23 @@ def test_a_request_past_its_deadline_is_dropped_by_the_server(run, collectors, e
     run(scenario())
 
 
+def test_a_collector_that_is_stopped_is_named_and_not_its_server(run, engine, collectors, tmp_path):
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, start_seconds=60)
+    pool = RolloutPool([engine], max_running=8, max_queued=0, collector=other, request_seconds=1, hangs=HangReports(tmp_path))
+
+    async def scenario():
+        await other.start()
+        pool.fleet.served(pool.fleet.members)
+        (stopped,) = other.watched
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        with pytest.raises(HangError, match=r"^rollout: collector 0 did not arrive .*completion_seconds\)\n.* its process is stopped"):
+            await pool.generate(PROMPT, request("whole").sampling, "whole")
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        await other.close()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "said"),
     [
@@ -263,7 +281,7 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
         answer = await other.ask(engine, request("whole"), None)
         held = asyncio.create_task(other.ask(engine, request("held"), None))
         await asyncio.sleep(0)
-        os.kill(other._homes[0].pid, signal.SIGKILL)
+        os.kill(other._homes[0].process.pid, signal.SIGKILL)
         with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes") as in_flight:
             await held
         with pytest.raises(StoreError, match="samples were lost with the process that had received them") as received:

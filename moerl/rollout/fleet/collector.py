@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.fleet.continuation import completed, joined, rest
 from moerl.rollout.server.wire import GenerateRequest
@@ -75,6 +76,10 @@ class Collector(Protocol):
     async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineUnsound for an answer that cannot be right."""
 
+    @property
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        """Its processes, for the report about a rollout that hangs."""
+
     async def close(self) -> None: ...
 
 
@@ -94,5 +99,9 @@ class LocalCollector:
         completion, payload = await self._intake.received(more, request, before, server=engine.name)
         stored = StoredCompletion.of(completion, payload, self._keep(payload))
         return Answer(completion=stored, text=payload.text, load=more.load)
+
+    @property
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return ()
 
     async def close(self) -> None: ...

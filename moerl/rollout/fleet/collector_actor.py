@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import secrets
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ import aiohttp
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.sockets import client_context
+from moerl.hangs.python_stacks import answer_stack_requests
+from moerl.hangs.watched import ProcessId
 from moerl.rollout.fleet.collector import Answer, Intake
 from moerl.rollout.fleet.continuation import rest
 from moerl.rollout.server.client import abort_at, generate_at, new_session
@@ -59,10 +62,11 @@ class CollectorActor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_leaving = False
 
-    async def begin(self, stored_intake: list[Any]) -> tuple[str, int]:
-        """Answers when everything is there: a name of this process that none before or after it has, and its number."""
+    async def begin(self, stored_intake: list[Any]) -> tuple[str, str, ProcessId]:
+        """Answers when everything is there: a name of this process that none before or after it has, its node's, and its number."""
         await self._take(stored_intake)
-        return self._life, os.getpid()
+        answer_stack_requests()
+        return self._life, socket.gethostname(), ProcessId.of(os.getpid())
 
     async def submit(self, stored_intake: list[Any], submitted: bytes, so_far: Mapping[int, StoredCompletion]) -> None:
         """`stored_intake`: a reference, in every call, since an actor that Ray has made again has none, and of one among the arguments that

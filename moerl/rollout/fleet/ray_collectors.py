@@ -20,6 +20,7 @@ import ray
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.cluster.ray_nodes import only_on
 from moerl.cluster.run_secret import RunSecret
+from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.fleet.collector import Answer, Intake
 from moerl.rollout.fleet.collector_actor import CollectorActor, unpacked
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine
@@ -50,7 +51,8 @@ class _Home:
     actor: Any
     node: str | None
     life: str
-    pid: int
+    host: str
+    process: ProcessId
     waiting: dict[int, _Waiting] = field(default_factory=dict)
     new: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
@@ -97,8 +99,8 @@ class RayCollectors:
         except LOST as error:
             raise _lost(error) from error
         self._homes = [
-            _Home(actor=actor, node=node, life=life, pid=pid)
-            for actor, node, (life, pid) in zip(self._actors, self._nodes, begun, strict=True)
+            _Home(actor=actor, node=node, life=life, host=host, process=process)
+            for actor, node, (life, host, process) in zip(self._actors, self._nodes, begun, strict=True)
         ]
         self._listeners = [asyncio.create_task(self._listen(home)) for home in self._homes]
 
@@ -135,6 +137,13 @@ class RayCollectors:
         held = Counter(id(home) for homes in self._homes_of.values() for home in homes)
         self._homes_of[engine] = sorted(beside, key=lambda each: held[id(each)])[: self._per_server]
         return self._homes_of[engine]
+
+    @property
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return tuple(
+            WatchedProcess(name=f"collector {number}", node=home.host, node_id=home.node, process=home.process)
+            for number, home in enumerate(self._homes)
+        )
 
     async def close(self) -> None:
         self._is_closing = True
@@ -184,8 +193,11 @@ class RayCollectors:
         """Whatever ends it is told to all that wait: nothing else would ever answer them."""
         try:
             while not self._is_closing:
+                life = home.life
                 # No name of this frame: it would hold the message until the next one comes.
-                self._deliver(home, *await home.actor.answers.remote(home.life))
+                self._deliver(home, *await home.actor.answers.remote(life))
+                if home.life != life:  # Ray has made it again
+                    _, home.host, home.process = await home.actor.begin.remote(self._stored_intake)
         except Exception as error:
             self._fail(home, error)
 

@@ -77,7 +77,7 @@ class RolloutPool:
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, *, session: str | None = None
     ) -> Answer:
         """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
-        left, or at the deadline; the server then drops the request."""
+        left, or at the deadline, HangError if another process is to blame for that; the server then drops the request."""
         claim = self._places.claim(request_id if session is None else session)
         asked: list[Member] = []
         try:
@@ -92,6 +92,8 @@ class RolloutPool:
                     f"{', '.join(f'{member.name} is {member.state}' for member in self.fleet.members)}"
                 ) from error
             hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
+            if hang is not None and not any(each.name in hang.names for each in asked[-1].engine.watched):
+                raise hang from error  # whoever receives for it hangs, and not the server
             raise EngineError(
                 f"{asked[-1].engine.name}: {request_id} took longer than deadlines.completion_seconds = "
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
@@ -107,7 +109,7 @@ class RolloutPool:
         if self.hangs is None:
             return None
         driver = WatchedProcess(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
-        watched = [*self.watched(), driver]
+        watched = [*self.watched(), *self._collector.watched, driver]
         silent = [each.name for member in members for each in member.engine.watched] if members else [driver.name]
         return await self.hangs.report("rollout", deadline, watched=watched, silent=silent)
 
