@@ -7,7 +7,7 @@ call that still waits ends with the same error.
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,9 @@ class RankCalls:
         others = {other: failure for other, failure in failures.items() if other != rank}
         origin = self._origin(rank, verb, _details(rank, error, others))
         cause = getattr(error, "cause", None)
-        if isinstance(cause, MoerlError):
-            return cause.began_in(origin)
+        if isinstance(cause, MoerlError):  # which may have begun in another process, as where samples were lost
+            began = cause.origin
+            return cause.began_in(origin if began is None else replace(began, doing=verb, details=origin.details))
         lines = [f"{origin.who} failed in {verb}, on node {origin.node}", *await self._reason(rank, error)]
         if others:
             lines.append(f"after it failed: {', '.join(f'rank {other}' for other in others)}")

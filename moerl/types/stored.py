@@ -5,6 +5,7 @@ Ray is imported where it is used: validation and unit tests run without.
 """
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
@@ -12,7 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast, runtime_check
 import numpy as np
 
 from moerl.types.completion import Completion, DraftCounts, FinishReason, VersionSpan
-from moerl.types.errors import StoreError
+from moerl.types.errors import Origin, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.kept_vocabulary import KeptVocabulary
 
@@ -21,6 +22,9 @@ Stream = Literal["rl", "ce", "kl"]
 
 TOGETHER_BYTES = 2**18
 """Size of an object that holds several payloads, at most. A rank reads all of it for the sake of one of them."""
+
+_OWNER = re.compile(r"owner address: (.+?):\d+\.")
+"""Address of the process that had put an object into the store, in Ray's words about its loss."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -178,7 +182,13 @@ def _get(references: Sequence[Any]) -> list[Any]:
     try:
         return list(ray.get(references))
     except ray.exceptions.ObjectLostError as error:
-        lost = StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes")
+        lost = StoreError(
+            f"samples were lost with the process that had received them ({type(error).__name__})\nThe newest checkpoint has everything to "
+            "go on from; the same command resumes"
+        )
+        owner = _OWNER.search(str(error))
+        node = "?" if owner is None else owner[1]
+        lost.origin = Origin(who="a process that receives completions", node=node, doing="", details=str(error))
         if not isinstance(error, ray.exceptions.ReferenceCountingAssertionError):  # which would be a bug: no process has ended
             lost.exit_code = ExitCode.KILLED
         raise lost from error

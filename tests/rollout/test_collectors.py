@@ -289,6 +289,8 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
                 while await asyncio.to_thread(answer.completion.payload.get):
                     pass
         assert in_flight.value.exit_code == received.value.exit_code == ExitCode.KILLED
+        assert received.value.origin.who == in_flight.value.origin.who == "a process that receives completions"
+        assert received.value.origin.node == ray.util.get_node_ip_address()
         await other.close()
 
     run(scenario())
