@@ -93,6 +93,9 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
                 break
             except MoerlError as error:
                 restarts = _is_hang(error) and config.deadlines.on_hang == "restart"
+                if restarts and error.asked_to_end is not None:  # it ends, and who asked may start it again
+                    error.exit_code = error.asked_to_end
+                    raise
                 if not restarts or num_restarts == config.deadlines.max_restarts:
                     raise
         return write_report(config.run_dir)

@@ -114,6 +114,8 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
     except (asyncio.CancelledError, MoerlError) as error:
         if stop.failed is not None:
             raise stop.failed from None
+        if stop.stopped is not None and isinstance(error, MoerlError):
+            error.asked_to_end = stop.stopped.exit_code
         if stop.stopped is None or isinstance(error, MoerlError):
             raise
         raise stop.stopped from None

@@ -45,6 +45,8 @@ class MoerlError(Exception):
     """None: this process, where it was raised."""
     exit_code: int = ExitCode.FAILED
     """Exit code of a run that ends with it."""
+    asked_to_end: int | None = None
+    """Exit code with which the run had been asked to end before it failed with this."""
 
     def began_in(self, origin: Origin) -> Self:
         """Sets `origin`; for `raise Error(...).began_in(...)`."""

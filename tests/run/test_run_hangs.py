@@ -1,5 +1,6 @@
 """Whole runs in which a process is frozen: they end, or go on, with a report that names it; nothing is left running."""
 
+import asyncio
 import os
 import re
 import signal
@@ -64,6 +65,23 @@ def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, fre
 @pytest.mark.matrix
 def test_a_restart_after_a_hang_changes_no_bit(undisturbed, tmp_path, freeze_rank_1):
     assert train(tmp_path, "deadlines.on_hang=restart") == undisturbed
+
+
+@pytest.mark.matrix
+def test_a_run_that_was_asked_to_end_while_it_hung_is_not_started_again(tmp_path, freeze_rank_1, monkeypatch):
+    upstream = MegatronTrainGroup.update
+
+    async def update(group, *args, **kwargs):
+        if group.saver._root.joinpath("step-000001").exists():  # the second one, which hangs
+            asyncio.get_running_loop().call_later(1, os.kill, os.getpid(), signal.SIGUSR1)
+        return await upstream(group, *args, **kwargs)
+
+    monkeypatch.setattr(MegatronTrainGroup, "update", update)
+    with pytest.raises(HangError, match="^update: rank 1 did not arrive") as caught:
+        train(tmp_path, "deadlines.on_hang=restart")
+    assert caught.value.exit_code == 75
+    assert [row["step"] for row in rows(tmp_path, SYNC)] == [1]
+    assert_all_end(freeze_rank_1)
 
 
 @pytest.mark.matrix
