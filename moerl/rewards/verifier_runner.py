@@ -8,6 +8,7 @@ each in a worker of its own.
 """
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from moerl.rewards.answer_channel import ForgedAnswer
 from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.reward_supervisor import MAX_TASKS, TOO_MANY_TASKS
 from moerl.types.errors import ConfigError, Problem
+from moerl.types.exit_codes import ExitCode
 
 START_SECONDS = 120.0
 """Seconds for one worker to import its verifiers' packages."""
@@ -173,21 +175,25 @@ class VerifierRunner:
         asked.has_lost_worker = True  # killed from outside, perhaps: then another one lives
         return None
 
-    async def _start_worker(self, level: Isolation) -> WorkerProcess:
-        """Raises ConfigError with the reason if there is none within START_SECONDS."""
-        terms = self._levels[level]
-        name = next(iter(terms))
+    async def _start_worker(self, level: Isolation, *, is_second: bool = False) -> WorkerProcess:
+        """Raises ConfigError with the reason if there is none within START_SECONDS. One that is killed as it starts is started again."""
+        terms, refusal = self._levels[level], {}
         try:
             worker = self.workers[level] = await WorkerProcess.start(level)
             async with asyncio.timeout(START_SECONDS):
                 refusal = await worker.set_up(dict(terms), self._memory_bytes)
             if refusal:
-                name = refusal["term"]
                 raise ConnectionError(refusal["error"])
         except (OSError, TimeoutError, ForgedAnswer) as error:
-            await self._kill(level)
-            reason = str(error) if str(error) else f"not ready after {START_SECONDS:g} s"
-            raise ConfigError([_problem(name, self._config.terms[name], reason)]) from error
+            was_killed = await self._kill(level) == -signal.SIGKILL and isinstance(error, ConnectionError) and not refusal
+            if was_killed and not is_second:
+                return await self._start_worker(level, is_second=True)
+            name = refusal.get("term", next(iter(terms)))
+            reason = "it was killed by signal 9 as it started, twice" if was_killed else str(error)
+            found = ConfigError([_problem(name, self._config.terms[name], reason if reason else f"not ready after {START_SECONDS:g} s")])
+            if was_killed:
+                found.exit_code = ExitCode.KILLED
+            raise found from error
         return worker
 
     async def _kill(self, level: Isolation) -> int | None:

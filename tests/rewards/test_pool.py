@@ -14,8 +14,10 @@ import pytest
 
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
+from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.verifier_runner import PendingVerdict
 from moerl.types.errors import ConfigError
+from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt, Score
 
 
@@ -318,6 +320,39 @@ def test_a_function_that_cannot_be_imported_stops_the_run_before_it_starts(tmp_p
     assert problem.path == "reward.terms.own"
     assert "No module named 'nothing_of_this_name'" in problem.reason
     assert children() <= before
+
+
+@pytest.fixture
+def kill_as_they_start(monkeypatch):
+    """The first so many workers."""
+
+    def kill(number):
+        upstream, left = WorkerProcess.start, [None] * number
+
+        async def start(isolation):
+            worker = await upstream(isolation)
+            if left:
+                left.pop()
+                os.kill(worker.pid, signal.SIGKILL)
+            return worker
+
+        monkeypatch.setattr(WorkerProcess, "start", start)
+
+    return kill
+
+
+def test_a_worker_that_is_killed_as_it_starts_is_started_again(kill_as_they_start):
+    kill_as_they_start(1)
+    [score], pool = score_all(RewardConfig(terms={"form": RewardTerm(kind="format", pattern=r"\d+")}), "12")
+    assert (score.reward, score.error) == (1.0, None)
+    assert not pool.error_counts
+
+
+def test_workers_that_are_killed_as_they_start_end_the_run_as_a_kill_does(kill_as_they_start):
+    kill_as_they_start(2)
+    with pytest.raises(ConfigError, match="it was killed by signal 9 as it started, twice") as caught:
+        score_all(RewardConfig(terms={"form": RewardTerm(kind="format", pattern=r"\d+")}), "12")
+    assert caught.value.exit_code == ExitCode.KILLED
 
 
 def test_a_relative_file_is_found_by_workers_started_after_a_change_of_directory(functions, tmp_path, monkeypatch):
