@@ -127,6 +127,21 @@ def test_a_server_that_ignores_sigterm_is_killed(run, tmp_path):
     run(process.close())
 
 
+def test_a_server_of_whose_end_nobody_hears_is_left_after_a_while(run, tmp_path, monkeypatch, caplog):
+    """As one that the kernel holds, or that a stopped process forked."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{\"port\": 1}', flush=True); time.sleep(60)"
+    process = small_server(tmp_path, code, close_seconds=0.2)
+
+    async def scenario():
+        await process.start()
+        monkeypatch.setattr(process._process, "wait", asyncio.Event().wait)
+        async with asyncio.timeout(10):
+            await process.close()
+
+    run(scenario())
+    assert f"server (process {process.pid}) is not known to have ended by SIGKILL, and is left" in caplog.text
+
+
 def test_close_before_start_and_twice_does_nothing(run, tmp_path):
     engine = hf_engine(tmp_path, tmp_path / "log")
     run(engine.close())

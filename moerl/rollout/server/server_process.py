@@ -118,7 +118,8 @@ class ServerProcess:
         return ended.began_in(Origin(who=f"rollout server {self.label}", node=socket.gethostname(), doing="", log=str(self._log_path)))
 
     async def close(self) -> None:
-        """SIGTERM, then SIGKILL; returns when the child is gone."""
+        """SIGTERM, then SIGKILL; returns when the child is gone, or is not even by that: the kernel holds it, or who forked it is stopped
+        and does not tell of its end."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -129,7 +130,11 @@ class ServerProcess:
         except TimeoutError:
             logger.warning("%s did not end within %g s of SIGTERM and is killed", self.label, self._close_seconds)
             self._process.kill()
-            await self._process.wait()
+            try:
+                async with asyncio.timeout(self._close_seconds):
+                    await self._process.wait()
+            except TimeoutError:
+                logger.warning("%s (process %d) is not known to have ended by SIGKILL, and is left", self.label, self._process.pid)
 
     async def _spawn(self, arguments: Sequence[str] = ()) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
