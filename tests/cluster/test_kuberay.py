@@ -179,9 +179,8 @@ def test_a_data_set_of_evaluations_outside_of_the_volumes_is_refused():
 
 def test_functions_of_the_users_are_files_that_pods_can_find(tmp_path: Path):
     (tmp_path / "own.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
-    (tmp_path / "own_loss.py").write_text(
-        "import dataclasses\n\n@dataclasses.dataclass\nclass Own:\n    def token_loss(self, columns): ...\n"
-    )
+    own_loss = "import dataclasses\n\n@dataclasses.dataclass\nclass Own:\n    metric_names = ()\n\n    def token_loss(self, columns): ...\n"
+    (tmp_path / "own_loss.py").write_text(own_loss)
     relative = Path(os.path.relpath(tmp_path))
     terms = "{{own: {{kind: function, path: '{}/own.py:score'}}, other: {{kind: function, path: 'json:loads'}}}}"
     words = [DEMO, *ON_DATA, "eval=tiny-repeat", f"reward.terms={terms.format(relative)}"]
