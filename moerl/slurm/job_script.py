@@ -53,6 +53,9 @@ def submit(config: RunConfig, script: str) -> str:
         raise ConfigError(problems)
     directory = (config.run_dir / "slurm").resolve()
     file = directory / "job.sbatch"
+    if "\\" in str(directory):
+        reason = "in the name of a log Slurm drops it, and expands nothing any more"
+        raise ConfigError([problem("output_dir", config.output_dir, "must have no backslash", reason, "another output_dir=")])
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file.write_text(script)

@@ -190,6 +190,9 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_slurm_is_asked(tm
     overrides = [DEMO, f"output_dir={tmp_path}/file"]
     with pytest.raises(ConfigError, match="output_dir = .*: cannot be written"):
         submit(load(overrides), rendered(*overrides))
+    overrides = [DEMO, f"output_dir='{tmp_path}/a\\b'"]
+    with pytest.raises(ConfigError, match="output_dir = .*: must have no backslash"):
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_an_evaluation_has_the_nodes_of_its_run_and_names_its_checkpoint(tmp_path: Path):
