@@ -28,9 +28,10 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
+from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Options, overrides
 from moerl.rollout.engines.vllm import vllm_cpu_fp8
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
+from moerl.rollout.engines.vllm.vllm_core import vllm_arguments
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
 from moerl.rollout.engines.vllm.vllm_sampling import advance
 from moerl.rollout.engines.vllm.vllm_worker import WorkerExtension, begin_reload, check_reached, finish_reload
@@ -201,6 +202,15 @@ def check_latent_attention_is_computed_by_kernels_that_know_float32_also_where_t
     with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):
         for chosen in (AttentionBackendEnum[arguments["attention_backend"]], drafting):
             assert CpuPlatform.get_attn_backend_cls(chosen, config) == AttentionBackendEnum.CPU_MLA.get_path()
+
+
+def check_more_requests_than_a_context_has_tokens_fit_into_an_iteration():
+    fixed = {"dtype": "float32", "returns_routes": False, "shares_gpus": False, "pushes_mtp": False, "engine_args": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(published_config("qwen3-0.6b")))
+        options = Options(model=Path(folder), max_context=32, max_running=256, prefill_chunk=16, **fixed)
+        arguments = vllm_arguments(options)
+    assert arguments.max_num_seqs == 256 <= arguments.max_num_batched_tokens
 
 
 def check_weights_in_fp8_are_widened_by_pytorch_also_where_there_is_amx():

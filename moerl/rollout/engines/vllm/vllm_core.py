@@ -103,7 +103,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         gib = vllm_cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
         os.environ.update(vllm_cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
         own |= vllm_cpu.ARGUMENTS | vllm_cpu.model_arguments(model, own.get("speculative_config")) | vllm_cpu.node_arguments(options.layout)
-        own["max_num_batched_tokens"] = max(options.max_context, options.prefill_chunk)
+        own["max_num_batched_tokens"] = max(own["max_num_batched_tokens"], options.max_context)
     return own
 
 
