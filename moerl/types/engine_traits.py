@@ -1,5 +1,6 @@
 """Traits of rollout engines: the models each serves, what it does not return, what it wants whole. A row for each, by rollout.engine."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,8 @@ class EngineTraits:
     """Why it does not return the experts that tokens went to; empty: it does."""
     no_sets: str = ""
     """Why it does not say what top-k and top-p left; empty: it does."""
+    temperatures: tuple[float, float] = (0.0, math.inf)
+    """Least and greatest above 0 at which it samples."""
     joined: Joined = "none"
     ue8m0_from: float | None = None
     """Least compute capability on which its kernels take scales of FP8 blocks as powers of two. None: none."""
@@ -41,12 +44,13 @@ class EngineTraits:
 
 TRAITS = {
     "hf": EngineTraits(joined="fp8"),  # widens FP8 from whole pairs
-    "sglang": EngineTraits(served=_SERVED, ue8m0_from=10.0),
+    "sglang": EngineTraits(served=_SERVED, temperatures=(1e-6, math.inf), ue8m0_from=10.0),  # lower ones are 0 to it
     "vllm": EngineTraits(
         served=(*_SERVED, "gpt_oss"),
         no_routes="vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first "
         "(0.32)",
         no_sets="vLLM says what was left only from its second model runner, which moerl does not run",
+        temperatures=(0.01, 2.0),  # lower ones it raises to this, higher ones it refuses (sampling_params.py)
         joined="all",  # its loader keeps tensors until it has all of a layer (vllm/layerwise_bytes.py)
         ue8m0_from=9.0,
     ),

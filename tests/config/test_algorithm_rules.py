@@ -29,6 +29,26 @@ def test_an_engine_must_say_what_it_leaves_of_the_vocabulary(overrides, said):
 
 
 @pytest.mark.parametrize(
+    ("engine", "setting", "value", "said"),
+    [
+        ("vllm", "rollout.temperature", "0.005", "must be in [0.01, 2] with rollout.engine=vllm; rollout.temperature=0.01, or"),
+        ("vllm", "rollout.temperature", "2.5", "must be in [0.01, 2] with rollout.engine=vllm; rollout.temperature=2, or"),
+        ("vllm", "eval.temperature", "0.005", "must be in [0.01, 2]"),
+        ("sglang", "rollout.temperature", "1e-7", "must be at least 1e-06"),
+    ],
+)
+def test_a_temperature_at_which_the_engine_does_not_sample_is_refused(engine, setting, value, said):
+    """vLLM raises lower ones, and its log-probs are of what it took."""
+    assert said in refused(DEMO, "eval=tiny-repeat", f"rollout.engine={engine}", "rollout.python=/absent", f"{setting}={value}")[setting]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_an_evaluation_at_temperature_zero_is_taken_by_every_engine(engine):
+    overrides = ("eval.temperature=0", f"rollout.engine={engine}", "rollout.python=/absent", "groups_per_step=0")
+    assert "eval.temperature" not in refused(DEMO, "eval=tiny-repeat", *overrides)
+
+
+@pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
         (["algorithm=gmpo", "algorithm.normalize_by=token"], "algorithm.normalize_by", "must be sequence for gmpo"),

@@ -3,6 +3,7 @@ with which servers encrypt."""
 
 import functools
 import json
+import math
 import os
 import ssl
 import subprocess
@@ -151,6 +152,20 @@ def server_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()) and not is_in_image(config):
         reason = "the servers are started with it"
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
+    yield from _temperature_problems(config)
+
+
+def _temperature_problems(config: RunConfig) -> Iterator[Problem]:
+    engine, (low, high) = config.rollout.engine, config.rollout.traits.temperatures
+    asked = {"rollout.temperature": config.rollout.temperature}
+    if config.eval is not None:
+        asked["eval.temperature"] = config.eval.temperature
+    for path, value in asked.items():
+        if value and not low <= value <= high:
+            reason = f"{engine} samples at another temperature than it is asked for, or not at all, outside of these"
+            bounds = f"at least {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
+            fix = f"{path}={low if value < low else high:g}, or rollout.engine=hf"
+            yield problem(path, value, f"must be {bounds} with rollout.engine={engine}", reason, fix)
 
 
 def tls_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
