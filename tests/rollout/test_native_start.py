@@ -1,6 +1,7 @@
 """How servers of other engines refuse to start, before they load a model."""
 
 import asyncio
+import os
 import re
 import socket
 from types import SimpleNamespace
@@ -30,6 +31,15 @@ def test_a_model_and_arguments_that_vllm_cannot_take_are_refused_together(run, c
     engine = native_engine("vllm-moe", checkpoints["moe"], tmp_path, engine_args={"max_num_seq": 4})
     with pytest.raises(EngineError, match=r"(?s)rollout\.engine_args\.max_num_seq = 4.*head_dim = 16"):
         run(engine.start())
+
+
+@pytest.mark.engine
+def test_a_cache_that_has_no_room_for_one_whole_request_of_sglang_is_refused(run, checkpoints, tmp_path):
+    engine = native_engine("sglang-dense", checkpoints["dense"], tmp_path, engine_args={"max_total_tokens": 600})
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(EngineError, match=r"model\.max_context = 640: SGLang's cache .* lower model\.max_context"):
+        run(engine.start())
+    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.engine
