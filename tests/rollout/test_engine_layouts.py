@@ -18,7 +18,7 @@ from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.rollout.engines.hf.hf_model import checkpoint_views
 from moerl.types.completion import SamplingParams
-from moerl.types.errors import WeightError
+from moerl.types.errors import EngineUnavailable, WeightError
 
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
 CASES = {
@@ -48,8 +48,9 @@ def marks(case: str) -> pytest.MarkDecorator:
 
 
 def left_in_memory(engine: str) -> set[str]:
-    """vLLM's files have Python's names."""
-    return {path.name for path in Path("/dev/shm").glob("psm_*" if engine == "vllm" else "sgl*")}
+    """vLLM's files have Python's names, and those of its workers on CPU."""
+    patterns = ("psm_*", "vllm_dist_*") if engine == "vllm" else ("sgl*",)
+    return {path.name for pattern in patterns for path in Path("/dev/shm").glob(pattern)}
 
 
 def pids(engine):
@@ -102,6 +103,37 @@ def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, 
         if recorder is not None:
             assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))
         assert {span.version for span in completion.spans} == {5}
+
+
+@pytest.mark.matrix
+@pytest.mark.engine
+def test_a_vllm_server_of_two_processes_that_are_killed_is_gone_and_leaves_nothing(run, checkpoints, tmp_path):
+    """First a worker, just before the first request, then the server."""
+    checkpoint, layout = checkpoints["dense32"], ServerLayout(gpus=2)
+    before = left_in_memory("vllm")
+    (engine,) = build_engines(native_config("vllm-dense32", checkpoint, layout=layout), checkpoint.directory, tmp_path, RunSecret.new())
+
+    async def started():
+        await engine.start()
+        await push(engine, checkpoint.tensors, 1)
+        return [psutil.Process(pids(engine)[0]), *psutil.Process(pids(engine)[0]).children(recursive=True)]
+
+    async def scenario():
+        try:
+            family = await started()
+            next(each for each in family if "Worker" in each.name()).kill()
+            with pytest.raises(EngineUnavailable, match="the server ended"):
+                await engine.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=4), "first")
+            await engine.close()
+            again = await started()
+            again[0].kill()
+            assert "signal 9" in str(await engine.ended())
+            assert not psutil.wait_procs([*family, *again], timeout=10)[1]
+        finally:
+            await engine.close()
+
+    run(scenario())
+    assert {name for name in left_in_memory("vllm") if name.startswith("vllm_dist_")} <= before
 
 
 @pytest.mark.matrix("second node")  # not in the group of the other one that starts vLLM three times, on two nodes

@@ -163,7 +163,7 @@ class VLLMCore:
         added = self._added[key] = asyncio.get_running_loop().create_future()
         try:
             prompt = {"prompt_token_ids": prompt_ids, "cache_salt": salt}
-            outputs = await self._engine.add_request(key, prompt, _sampling(sampling))
+            outputs = await self._add(key, prompt, _sampling(sampling))
             added.set_result(None)
             try:
                 while not (output := outputs.get_nowait() or await outputs.get()).finished:
@@ -178,6 +178,14 @@ class VLLMCore:
         finally:
             del self._added[key]
             added.cancel()
+
+    async def _add(self, key: str, prompt: Mapping[str, Any], sampling: Any) -> Any:
+        try:
+            return await self._engine.add_request(key, prompt, sampling)
+        except Exception as error:
+            if type(error) is not Exception:  # what another of its processes raises has no class of its own
+                raise
+            _give_up(error)
 
     async def abort(self, key: str) -> None:
         if key in self._added:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,6 +58,26 @@ def sleep_instead_of_spinning() -> None:
         from vllm.distributed.device_communicators import shm_broadcast
 
         shm_broadcast.sched_yield = lambda: time.sleep(_POLL_SECONDS)
+
+
+def unlink_shared_memory() -> None:
+    """Patch of vLLM's own processes where there is no GPU: segments by which tensor-parallel workers exchange tensors lose their names once
+    all of them have opened them. vLLM does so as a worker ends by itself, and kill -9 left 4 MB of each in /dev/shm."""
+    if torch.cuda.is_available():
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared: Any = cpu_communicator._CPUSHMDistributed
+    init = shared._init_cpu_shm
+
+    def init_and_unlink(communicator: Any) -> int:
+        handle: int = init(communicator)  # ends with a barrier
+        for segment in Path("/dev/shm").iterdir():
+            if segment.name.startswith(f"{communicator.group_name}_"):
+                segment.unlink(missing_ok=True)
+        return handle
+
+    shared._init_cpu_shm = init_and_unlink
 
 
 def cache_gib(model: Mapping[str, Any], num_positions: int, bytes_per_number: int) -> int:
