@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moerl.observe.metrics import metric
+from moerl.observe.records import trained_rows
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -34,7 +35,7 @@ class Chart:
 def charts(rows: Rows) -> list[Chart]:
     found = [
         _reward_chart(rows),
-        _phase_chart(rows),
+        _phase_chart(trained_rows(rows)),
         _evaluation_chart(rows),
         _chart(rows, "Reward terms", _family(rows, "reward/part/"), note="means over samples"),
         _chart(rows, "Response length", ("length/mean", "length/max"), note="response tokens, the end token included"),

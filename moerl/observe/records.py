@@ -6,7 +6,7 @@ Every line is one write, so only the last one can be torn; readers leave it out 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for record in read_records(path):
         steps.setdefault(record["step"], {}).update({name: value for name, value in record.items() if value is not None})
     return list(steps.values())
+
+
+def trained_rows(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Rows of steps that trained: weights that a run begins with may have been evaluated, which makes a row without a step."""
+    return [row for row in rows if any(name != "step" and not name.startswith("eval/") for name in row)]
 
 
 def has_evaluated(run_dir: Path, version: int) -> bool:

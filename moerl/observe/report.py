@@ -23,7 +23,7 @@ from moerl.observe.charts import charts
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.failure import FILE
 from moerl.observe.metrics import metric, summarize
-from moerl.observe.records import has_evaluated, metrics_path, read_metrics, read_records
+from moerl.observe.records import has_evaluated, metrics_path, read_metrics, read_records, trained_rows
 from moerl.observe.terminal import duration, number
 from moerl.train.checkpoint.checkpoint_dirs import newest, version_of
 from moerl.types.errors import ReportError
@@ -107,8 +107,10 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _tiles(rows: list[dict[str, float]], config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Label, value and remark of the numbers on top; those of "last 10" are means over the newest ten steps."""
-    first, recent, total = summarize(rows[:1]), summarize(rows[-10:]), summarize(rows)
-    window = f"last {len(rows[-10:])}"
+    trained = trained_rows(rows)
+    newest_steps = trained[-10:]
+    first, recent, total = summarize(trained[:1]), summarize(newest_steps), summarize(rows)
+    per_step, window = recent.get("time/step", 0.0) / max(1, len(newest_steps)), f"last {len(newest_steps)}"
     planned = config.get("num_steps")
 
     def trend(label: str, name: str, unit: str = "") -> tuple[str, str, str]:
@@ -121,14 +123,16 @@ def _tiles(rows: list[dict[str, float]], config: Mapping[str, Any]) -> list[tupl
         ("Mismatch", _number_or_none(recent.get("mismatch/mean")), f"{window}; largest ever {_number_or_none(total.get('mismatch/max'))}"),
         trend("Entropy", "train/entropy", "nats, "),
         ("Throughput", _number_or_none(recent.get("tokens/per_second")), f"tokens/s, {window}"),
-        ("Time", duration(total.get("time/step", 0.0)), f"{duration(recent.get('time/step', 0.0) / len(rows[-10:]))} per step, {window}"),
+        ("Time", duration(total.get("time/step", 0.0)), f"{duration(per_step)} per step, {window}"),
     ]
     return [tile for tile in found if tile[1]]
 
 
 def _table(rows: list[dict[str, float]]) -> list[dict[str, str]]:
-    """Every metric of the run: first and last value, and over all steps by the metric's own reduction."""
-    first, last, total = summarize(rows[:1]), summarize(rows[-1:]), summarize(rows)
+    """Every metric of the run: first and last value, and over all steps by the metric's own reduction. An evaluation before the first step
+    counts as that step's, unless it has one of its own."""
+    begun = next((row["step"] for row in trained_rows(rows)), rows[0]["step"])
+    first, last, total = summarize([row for row in rows if row["step"] <= begun]), summarize(rows[-1:]), summarize(rows)
     return [
         {
             "name": name,

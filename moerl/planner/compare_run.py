@@ -13,7 +13,7 @@ from moerl.config.derive.model_configs import model_config
 from moerl.config.load import checked
 from moerl.config.schema.run_config import RunConfig
 from moerl.observe.failure import chain_of
-from moerl.observe.records import metrics_path, read_metrics
+from moerl.observe.records import metrics_path, read_metrics, trained_rows
 from moerl.planner.memory_plan import GIB, aligned, planned
 from moerl.planner.rank_memory import Phase, RankMemory, companion_memory
 from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError
@@ -52,7 +52,7 @@ def compared(run_dir: Path) -> str:
     if not source.is_file() or not settings.is_file():
         rule = "must hold config.yaml and metrics.jsonl, which a run writes until its first step is over"
         raise ReportError(f"{run_dir} = no run directory with a step: {rule}. Name the directory of a run (output_dir/name).")
-    rows = read_metrics(source)
+    rows = trained_rows(read_metrics(source))
     try:
         plain = yaml.safe_load(settings.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -186,3 +186,27 @@ def test_a_run_has_finished_when_its_last_step_is_saved_and_evaluated(tmp_path):
     with (config.run_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 3, "eval/pass@1": 0.5}\n')
     assert report_finished(evaluated) == path
+
+
+def test_an_evaluation_before_the_first_step_is_no_step_of_the_report(make_config, make_group, make_sample, make_stats):
+    """Numbers on top, the column of the first step and the chart of phases are as without it."""
+
+    def report_of(name, *, evaluates):
+        config = make_config(name=name)
+        with Observer(config) as observe:
+            if evaluates:
+                observe.evaluated(0, {"eval/typos/reward": 0.25, "eval/typos/pass@1_error": 0.125})
+            for version in (1, 2):
+                with observe.phase("rollout"):
+                    pass
+                observe.step(version, [make_group(make_sample(0.5))], make_stats())
+        text = (path := write_report(config.run_dir)).read_text()
+        return text, {chart["title"]: chart for chart in page_of(path).data["charts"]}
+
+    (plain, plain_charts), (text, charts) = report_of("plain", evaluates=False), report_of("evaluated", evaluates=True)
+    for told in ("last 2; 0.5 at first", "tokens, last 2; 4 at first", " per step, last 2"):
+        assert told in plain and told in text
+    assert '<td><code>reward/mean</code></td><td class="num">0.5</td>' in text
+    assert '<td><code>eval/typos/reward</code></td><td class="num">0.25</td>' in text
+    assert charts["Time per step"]["x"] == plain_charts["Time per step"]["x"] == [1, 2]
+    assert [trace["name"] for trace in charts["Evaluation"]["traces"]] == ["typos/reward"]

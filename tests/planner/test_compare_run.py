@@ -99,3 +99,10 @@ def test_metrics_that_are_no_numbers_count_as_not_measured_and_settings_that_are
 def test_a_directory_that_is_no_run_is_told_what_one_holds(tmp_path):
     with pytest.raises(ReportError, match=r"no run directory with a step: must hold config\.yaml and metrics\.jsonl"):
         compared(tmp_path)
+
+
+def test_an_evaluation_before_the_first_step_is_no_step_that_was_measured(tmp_path):
+    config = load(["recipe=grpo-tiny-moe-1n2g-sync"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/repeat/reward": 0.5}\n{"step": 1, "memory/peak/process": 1000}\n')
+    assert "as measured in 1 steps" in compared(tmp_path)
