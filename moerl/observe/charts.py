@@ -82,7 +82,9 @@ def _evaluation_chart(rows: Rows) -> Chart:
     """Chart of steps that were evaluated: joined by lines, whatever lies between."""
     measured = [row for row in rows if any(name.startswith("eval/") for name in row)]
     names = [
-        name for name in _family(measured, "eval/") if name.rpartition("/")[2].startswith(("pass@", "reward")) and "_error" not in name
+        name
+        for name in _family(measured, "eval/")
+        if name.rpartition("/")[2].startswith(("pass@", "reward")) and not name.endswith("_error")
     ]
     traces = [Trace(name=name.removeprefix("eval/"), y=_column(measured, name)) for name in names]
     return Chart(title="Evaluation", unit="", note="pass@k and mean reward of each data set", x=_steps(measured), traces=traces, wide=True)

@@ -195,7 +195,7 @@ def test_an_evaluation_before_the_first_step_is_no_step_of_the_report(make_confi
         config = make_config(name=name)
         with Observer(config) as observe:
             if evaluates:
-                observe.evaluated(0, {"eval/typos/reward": 0.25, "eval/typos/pass@1_error": 0.125})
+                observe.evaluated(0, {"eval/typo_errors/reward": 0.25, "eval/typo_errors/pass@1_error": 0.125})
             for version in (1, 2):
                 with observe.phase("rollout"):
                     pass
@@ -207,6 +207,6 @@ def test_an_evaluation_before_the_first_step_is_no_step_of_the_report(make_confi
     for told in ("last 2; 0.5 at first", "tokens, last 2; 4 at first", " per step, last 2"):
         assert told in plain and told in text
     assert '<td><code>reward/mean</code></td><td class="num">0.5</td>' in text
-    assert '<td><code>eval/typos/reward</code></td><td class="num">0.25</td>' in text
+    assert '<td><code>eval/typo_errors/reward</code></td><td class="num">0.25</td>' in text
     assert charts["Time per step"]["x"] == plain_charts["Time per step"]["x"] == [1, 2]
-    assert [trace["name"] for trace in charts["Evaluation"]["traces"]] == ["typos/reward"]
+    assert [trace["name"] for trace in charts["Evaluation"]["traces"]] == ["typo_errors/reward"], "data sets may be named after errors"
