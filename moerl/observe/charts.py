@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moerl.observe.metrics import metric
+from moerl.observe.metrics import NOT_PHASES, metric
 from moerl.observe.records import trained_rows
 
 Rows = Sequence[Mapping[str, float]]
@@ -91,7 +91,7 @@ def _evaluation_chart(rows: Rows) -> Chart:
 
 
 def _phase_chart(rows: Rows) -> Chart:
-    names = [name for name in _family(rows, "time/") if name not in ("time/step", "time/other")]
+    names = [name for name in _family(rows, "time/") if name not in NOT_PHASES]
     chart = _chart(rows, "Time per step", [*names, "time/other"], note="wall time by phase")
     # An area between steps needs two of them.
     kind: Literal["stacked", "bars"] = "stacked" if len(rows) > 1 else "bars"

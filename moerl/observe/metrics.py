@@ -141,6 +141,9 @@ METRICS = (
     Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push, save, eval: those after the step before"),
 )  # fmt: skip
 
+NOT_PHASES = ("time/step", "time/other", "time/whole_minibatch")
+"""Names of time/* beside those of phases: the whole, what is outside of every phase, and a part of one."""
+
 _BY_NAME = {entry.name: entry for entry in METRICS}
 _FAMILIES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("*"))
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from moerl.observe.metrics import NOT_PHASES
 from moerl.types.errors import MoerlError
 
 Level = Literal["info", "warning", "error"]
@@ -50,7 +51,6 @@ _COLUMNS = (
     _Column("tokens/s", "tokens/per_second", ",.0f"),
     _Column("step s", "time/step", ".2f"),
 )
-_NOT_PHASES = ("time/step", "time/other")
 
 
 class Terminal:
@@ -145,7 +145,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _columns_for(metrics: Mapping[str, float]) -> tuple[_Column, ...]:
-    phases = [name for name in metrics if name.startswith("time/") and name not in _NOT_PHASES]
+    phases = [name for name in metrics if name.startswith("time/") and name not in NOT_PHASES]
     return _COLUMNS + tuple(_Column(title := name.removeprefix("time/"), name, ".2f", max(7, len(title))) for name in phases)
 
 

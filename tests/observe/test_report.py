@@ -210,3 +210,9 @@ def test_an_evaluation_before_the_first_step_is_no_step_of_the_report(make_confi
     assert '<td><code>eval/typo_errors/reward</code></td><td class="num">0.25</td>' in text
     assert charts["Time per step"]["x"] == plain_charts["Time per step"]["x"] == [1, 2]
     assert [trace["name"] for trace in charts["Evaluation"]["traces"]] == ["typo_errors/reward"], "data sets may be named after errors"
+
+
+def test_a_part_of_a_phase_is_not_stacked_upon_it(make_run):
+    run_dir = make_run(whole_minibatch_seconds=0.5)
+    charts = {chart["title"]: chart for chart in page_of(write_report(run_dir)).data["charts"]}
+    assert [trace["name"] for trace in charts["Time per step"]["traces"]] == ["rollout", "other"]
