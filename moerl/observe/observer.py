@@ -141,7 +141,9 @@ class Observer:
                 "checkpoint of step %d: %.1f MB in %s, training stood still for %s",
                 each.version, each.num_bytes / 1e6, duration(each.seconds), duration(each.blocked_seconds),
             )  # fmt: skip
+            stood_still = self._checkpoint_metrics.get("checkpoint/blocked_seconds", 0.0)  # for one that the same step tells
             self._checkpoint_metrics = checkpoint_metrics(each)
+            self._checkpoint_metrics["checkpoint/blocked_seconds"] += stood_still
 
     def notice(self, text: str) -> None:
         """A result worth a line of its own, on the terminal and in run.log. Warnings go through a logger instead."""

@@ -12,6 +12,7 @@ from moerl.observe.dumps import dumped_steps
 from moerl.observe.observer import Observer, PhaseClock, full_reward
 from moerl.observe.records import read_metrics
 from moerl.types.errors import ConfigError, HangError, StoreError
+from moerl.types.stats import SavedCheckpoint
 
 
 @pytest.fixture
@@ -223,3 +224,14 @@ def test_owners_are_asked_at_each_step_for_what_they_know(make_config, make_stat
                 pass
             told.append(observe.step(version, [make_group(make_sample())], make_stats())["fleet/restarts"])
     assert told == [1.0, 2.0]
+
+
+def test_time_that_two_checkpoints_took_of_one_step_adds_up(make_config, take_steps):
+    config = make_config()
+    with Observer(config) as observe:
+        saved = [SavedCheckpoint(version=version, num_bytes=version, seconds=2.0, blocked_seconds=0.25 * version) for version in (1, 2)]
+        observe.saved(saved)
+        take_steps(observe, [1, 2])
+    first, second = read_metrics(config.run_dir / "metrics.jsonl")
+    assert (first["checkpoint/bytes"], first["checkpoint/blocked_seconds"]) == (2, 0.75)
+    assert "checkpoint/blocked_seconds" not in second
