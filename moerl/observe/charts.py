@@ -7,6 +7,7 @@ from typing import Any, Literal
 from moerl.observe.metrics import NOT_PHASES, metric
 from moerl.observe.records import trained_rows
 
+PARTS = "reward/part/"
 Rows = Sequence[Mapping[str, float]]
 
 
@@ -37,7 +38,7 @@ def charts(rows: Rows) -> list[Chart]:
         _reward_chart(rows),
         _phase_chart(trained_rows(rows)),
         _evaluation_chart(rows),
-        _chart(rows, "Reward terms", _family(rows, "reward/part/"), note="means over samples"),
+        _chart(rows, "Reward terms", _family(rows, PARTS), note="means over samples"),
         _chart(rows, "Response length", ("length/mean", "length/max"), note="response tokens, the end token included"),
         _chart(rows, "Truncated responses", ("length/truncated",), note="cut at the response limit"),
         _chart(rows, "KL", ("train/kl_old", "train/kl_reference"), note="to the old policy and to the initial model"),
@@ -101,7 +102,9 @@ def _phase_chart(rows: Rows) -> Chart:
 def _chart(rows: Rows, title: str, names: Sequence[str], *, note: str, log: bool = False) -> Chart:
     present = [name for name in names if any(name in row for row in rows)]
     units = dict.fromkeys(metric(name).unit for name in present if metric(name).unit not in title.lower())
-    traces = [Trace(name=name.rpartition("/")[2], y=_column(rows, name)) for name in present]
+    # A verifier names its own numbers, perhaps with a slash.
+    short = {name: name.removeprefix(PARTS) if name.startswith(PARTS) else name.rpartition("/")[2] for name in present}
+    traces = [Trace(name=short[name], y=_column(rows, name)) for name in present]
     return Chart(title=title, unit=", ".join(units), note=note, x=_steps(rows), traces=traces, log=log)
 
 

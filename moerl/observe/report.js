@@ -21,12 +21,15 @@ function translucent(hex) {
   return `rgba(${red}, ${green}, ${blue}, 0.16)`;
 }
 
+// Plotly takes a name for HTML of its own.
+const escaped = (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
 function lineTraces(chart) {
   const mode = chart.x.length < 3 ? "lines+markers" : "lines";
   let index = 0;
   return chart.traces.flatMap((trace) => {
     if (trace.upper) {
-      const edge = { x: chart.x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: trace.name, legendgroup: trace.name };
+      const edge = { x: chart.x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", name: escaped(trace.name), legendgroup: trace.name };
       return [
         { ...edge, y: trace.y, showlegend: false },
         { ...edge, y: trace.upper, fill: "tonexty", fillcolor: translucent(series(0)) },
@@ -35,14 +38,14 @@ function lineTraces(chart) {
     const own = series(index++);
     const isExtreme = chart.traces.some((other) => other.upper) && index > 1;
     const line = isExtreme ? { width: 1, color: series(SERIES - 1), dash: trace.name === "min" ? "dot" : "dash" } : { width: 1.8, color: own };
-    return [{ x: chart.x, y: trace.y, name: trace.name, mode, line }];
+    return [{ x: chart.x, y: trace.y, name: escaped(trace.name), mode, line }];
   });
 }
 
 function stackedTraces(chart) {
   return chart.traces.map((trace, index) => {
     const own = trace.name === "other" ? series(SERIES - 1) : series(index);
-    const drawn = { x: chart.x, y: trace.y.map((value) => value ?? 0), name: trace.name };
+    const drawn = { x: chart.x, y: trace.y.map((value) => value ?? 0), name: escaped(trace.name) };
     if (chart.kind === "bars") return { ...drawn, type: "bar", width: 0.5, marker: { color: own } };
     return { ...drawn, mode: "lines", stackgroup: "all", line: { width: 0.5, color: own } };
   });

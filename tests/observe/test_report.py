@@ -216,3 +216,17 @@ def test_a_part_of_a_phase_is_not_stacked_upon_it(make_run):
     run_dir = make_run(whole_minibatch_seconds=0.5)
     charts = {chart["title"]: chart for chart in page_of(write_report(run_dir)).data["charts"]}
     assert [trace["name"] for trace in charts["Time per step"]["traces"]] == ["rollout", "other"]
+
+
+def test_numbers_of_a_verifier_keep_their_whole_names(make_config, make_group, make_sample, make_stats):
+    """Also those with a slash, and as text: Plotly would take them for HTML."""
+    config = make_config()
+    sample = make_sample(0.5, **{"f.strict/<b>": 1.0, "g.strict/<b>": 0.0})
+    with Observer(config) as observe:
+        with observe.phase("rollout"):
+            pass
+        observe.step(1, [make_group(sample)], make_stats())
+    charts = {chart["title"]: chart for chart in page_of(write_report(config.run_dir)).data["charts"]}
+    assert [trace["name"] for trace in charts["Reward terms"]["traces"]] == ["f.strict/<b>", "g.strict/<b>"]
+    script = report._file("report.js")
+    assert script.count("name: escaped(trace.name)") == 3 and "name: trace.name" not in script
