@@ -65,7 +65,7 @@ def compared(run_dir: Path) -> str:
             if name.startswith("memory/") and isinstance(value, int | float) and math.isfinite(value):
                 most[name] = max(value, most.get(name, 0.0))
     rank = max(ranks, key=lambda each: sum(each.phases["update"].get(kind, 0) for kind in _STATIC))
-    found = [*_update_rows(rank, most), *_host_rows(rank, most)]
+    found = [*_update_rows(rank, most), *_host_rows(config, rank, most)]
     title = f"memory of the rank that holds most, planned as one of stage {rank.stage}, and as measured in {len(rows)} steps; GiB"
     return "\n".join([title, *_lines(found)])
 
@@ -123,9 +123,11 @@ def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compar
     yield Compared(OUTSIDE, _planned(kinds, OUTSIDE), None if reserved is None or used is None else used - reserved)
 
 
-def _host_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compared]:
+def _host_rows(config: RunConfig, rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compared]:
     copies = sum(int(size) for name, size in most.items() if name.startswith("memory/host/"))
-    yield Compared("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], copies if most else None)
+    # Of the policy alone, while the plan has all models of its ranks.
+    is_measured = bool(most) and all(model.layout is not None for model in companion_models(config))
+    yield Compared("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], copies if is_measured else None)
     process = most.get("memory/peak/process")
     yield Compared("host: the whole process", sum(rank.host.values()), None if process is None else int(process))
 

@@ -106,3 +106,17 @@ def test_an_evaluation_before_the_first_step_is_no_step_that_was_measured(tmp_pa
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/repeat/reward": 0.5}\n{"step": 1, "memory/peak/process": 1000}\n')
     assert "as measured in 1 steps" in compared(tmp_path)
+
+
+def test_copies_on_the_host_are_not_measured_where_a_critic_has_some_too(tmp_path):
+    """A rank tells of the policy's alone; the plan is of both."""
+    rows = '{"step": 1, "memory/host/optimizer": 7231488, "memory/host/parameters": 3616256}\n'
+    found = {}
+    for name, words in (("alone", ()), ("critic", ("algorithm=ppo", "critic={}"))):
+        (directory := tmp_path / name).mkdir()
+        config = load(["recipe=grpo-tiny-moe-1n2g-sync", "train.offload=all", "train.layout={ranks: 2, pp: 2, ep: 1}", *words])
+        (directory / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
+        (directory / "metrics.jsonl").write_text(rows)
+        found[name] = re.search(r"copies of what leaves the GPU(.*)", compared(directory))[1].split()
+    assert found["alone"] == ["0.010", "0.010", "1.000"]
+    assert found["critic"] == ["0.020", "-", "-"]
