@@ -72,6 +72,8 @@ class NVLinks:
     index: int
     gb_per_second: tuple[float | None, ...]
     """Speed of each link, one way; None: inactive."""
+    all_inactive: bool = False
+    """The driver lists none of them, as all are inactive: they are down, or a card of PCIe has no bridge."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,12 +160,15 @@ def _rows(text: str) -> list[list[str]]:
 def parse_links(text: str) -> tuple[NVLinks, ...]:
     """Links of `nvidia-smi nvlink --status`. A GPU without NVLinks is there with none."""
     found: list[tuple[int, list[float | None]]] = []
+    silent: set[int] = set()
     for line in text.splitlines():
         if gpu := re.match(r"\s*GPU (\d+):", line):
             found.append((int(gpu[1]), []))
         elif (link := re.match(r"\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)", line)) and found:
             found[-1][1].append(None if link[1] is None else float(link[1]))
-    return tuple(NVLinks(index=index, gb_per_second=tuple(links)) for index, links in found)
+        elif "all links are inactive" in line.lower() and found:
+            silent.add(found[-1][0])
+    return tuple(NVLinks(index=index, gb_per_second=tuple(links), all_inactive=index in silent) for index, links in found)
 
 
 def parse_topology(text: str) -> Topology:

@@ -45,6 +45,10 @@ def test_nothing_is_wrong_with_a_healthy_node():
     assert verdicts == {"ok"}
 
 
+# Of drivers 570 and later, for a GPU whose links are all down.
+SILENT = "GPU {}: NVIDIA B200 (UUID: GPU-1)\nNVML: Unable to retrieve NVLink information as all links are inActive\n"
+ONE_SILENT = output("v100_nvlink_down.txt").partition("GPU 1:")[0] + SILENT.format(1)
+
 FAULTS = [
     ("GPUs", "fail", "7 of NVIDIA H100", dict(gpus=gpus()[:7])),
     ("GPUs", "fail", "H100 80GB HBM3, NVIDIA H200", dict(gpus=gpus("7, NVIDIA H100 80GB HBM3", "7, NVIDIA H200"))),
@@ -65,6 +69,8 @@ FAULTS = [
     ("GPU memory", "warn", "GPU 5: 70,211 MiB", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
     ("NVLink", "fail", "GPU 1: 2 of 6 inactive", dict(gpus=gpus()[:2], links=parse_links(output("v100_nvlink_down.txt")), torch_gpus=2)),
     ("NVLink", "skipped", "these GPUs have none", dict(links=parse_links("GPU 0: NVIDIA L40S (UUID: GPU-1)\n"))),
+    ("NVLink", "warn", "every link of GPU 0, 1 is inactive", dict(links=parse_links(SILENT.format(0) + SILENT.format(1)))),
+    ("NVLink", "fail", "GPU 1: 6 of 6 inactive", dict(gpus=gpus()[:2], links=parse_links(ONE_SILENT), torch_gpus=2)),
     ("NVLink", "fail", "code 15", dict(links=Absent(reason="nvidia-smi ended with code 15: ERR", is_fault=True))),
     ("NVSwitch fabric", "fail", "In Progress", dict(gpus=parse_gpus(QUERY, FABRIC.replace("Completed, Success", "In Progress, N/A")))),
     ("NVSwitch fabric", "skipped", "there is none", dict(gpus=parse_gpus(QUERY))),

@@ -123,6 +123,9 @@ def _nvlink(facts: NodeFacts, gpus: Sequence[NvidiaGPU]) -> Finding:
         return absent("NVLink", facts.links, "nvidia-smi nvlink --status")
     links = {gpu.index: gpu.gb_per_second for gpu in facts.links}
     most = max((len(rates) for rates in links.values()), default=0)
+    if most == 0 and (silent := [gpu.index for gpu in facts.links if gpu.all_inactive]):
+        fix = "nvidia-smi -q | grep -A 8 Fabric; sudo systemctl restart nvidia-fabricmanager  # cards without bridges have none"
+        return warn("NVLink", f"every link of {_list(silent)} is inactive", "links of a GPU are active", fix)
     if most == 0:
         return skipped("NVLink", "these GPUs have none")
     down = {index: most - sum(rate is not None for rate in links.get(index, ())) for index in range(len(gpus))}
