@@ -98,7 +98,7 @@ METRICS = (
     Metric("correction/dropped", "share", "down", MEAN, "tokens that a correction took out of the mini-batch"),
     Metric("train/mtp_loss", "nats/token", "down", MEAN, "cross-entropy of multi-token prediction; absent unless train.mtp_loss > 0"),
     Metric("train/skipped_updates", "updates", "zero", SUM, "mini-batches that changed no weight: loss or gradient was not finite"),
-    Metric("mismatch/mean", "nats/token", "zero", MEAN, "mean |log-prob(trainer) - log-prob(rollout)| of the first mini-batch's sampled tokens"),
+    Metric("mismatch/mean", "nats/token", "zero", MEAN, "mean |log-prob(trainer) - log-prob(rollout)|, first mini-batch"),
     Metric("mismatch/max", "nats/token", "zero", MAX, "the same, largest"),
     Metric("mismatch/kl", "nats/token", "zero", MEAN, "KL(rollout || trainer), k3 estimate"),
     Metric("mismatch/k1", "nats/token", "zero", MEAN, "KL(rollout || trainer), k1 estimate"),
