@@ -1,6 +1,7 @@
 """Rows from files, reasoning-gym and tiny tasks; damaged data is named by file and row before a run starts."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,13 @@ def test_made_rows_are_a_function_of_the_seed(config):
         return [dataset[i].messages[0]["content"] for i in range(len(dataset))]
 
     assert questions(-3) == questions(-3) != questions(4)
+
+
+def test_gym_rows_of_neighbouring_seeds_have_nothing_in_common():
+    """An evaluation's seed is the run's and one by default: its rows would be those that the run trains on."""
+    first, second = (load_dataset(GymData(task="chain_sum", args={"min_digits": 4, "max_digits": 6}, size=100), seed=seed) for seed in (0, 1))
+    asked = [{rows[i].messages[0]["content"] for i in range(100)} for rows in (first, second)]
+    assert not asked[0] & asked[1]
 
 
 def test_gym_rows_carry_what_their_scorer_needs():

@@ -23,7 +23,7 @@ class GymDataset:
         import reasoning_gym
 
         self._task, self._args = config.task, config.args
-        source = reasoning_gym.create_dataset(config.task, **{"seed": seed % 2**32} | config.args | {"size": config.size})
+        source = reasoning_gym.create_dataset(config.task, **{"seed": _spread(seed)} | config.args | {"size": config.size})
         self._entries = [source[index] for index in range(config.size)]
 
     def __len__(self) -> int:
@@ -40,6 +40,13 @@ class GymDataset:
 
     def name_of(self, index: int) -> str:
         return f"reasoning-gym task {self._task}, row {index + 1}"
+
+
+def _spread(seed: int) -> int:
+    """Far from those of its neighbours: tasks make entry i of seed + i, and seeds side by side would share all entries but one."""
+    import numpy as np  # not for a check of the settings
+
+    return int(np.random.SeedSequence([seed % 2**64]).generate_state(1)[0]) >> 1
 
 
 def check(config: GymData) -> Iterator[Problem]:
