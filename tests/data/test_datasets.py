@@ -149,9 +149,37 @@ def test_made_rows_are_a_function_of_the_seed(config):
 
 def test_gym_rows_of_neighbouring_seeds_have_nothing_in_common():
     """An evaluation's seed is the run's and one by default: its rows would be those that the run trains on."""
-    first, second = (load_dataset(GymData(task="chain_sum", args={"min_digits": 4, "max_digits": 6}, size=100), seed=seed) for seed in (0, 1))
+    first, second = (
+        load_dataset(GymData(task="chain_sum", args={"min_digits": 4, "max_digits": 6}, size=100), seed=seed) for seed in (0, 1)
+    )
     asked = [{rows[i].messages[0]["content"] for i in range(100)} for rows in (first, second)]
     assert not asked[0] & asked[1]
+
+
+_ROWS_OF_TASKS = """
+from moerl.config.schema.data_config import GymData
+from moerl.rollout.datasets.load_dataset import load_dataset
+for task in ("isomorphic_strings", "ransom_note", "list_functions", "word_ladder"):
+    rows = load_dataset(GymData(task=task, size=10), seed=3)
+    print([rows[i] for i in range(10)])
+"""
+
+
+def test_gym_rows_are_the_same_in_every_process():
+    """Of tasks that take elements of sets, and one that takes numbers of the process: a resumed run asks again."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", _ROWS_OF_TASKS], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+
+
+def test_a_task_that_fails_while_it_makes_its_entries_is_told_as_data_with_its_reason():
+    config = GymData(task="word_ladder", args={"min_chain_length": 99, "max_chain_length": 99}, size=1)
+    with pytest.raises(DataError, match="reasoning-gym could not make the entries of task word_ladder"):
+        load_dataset(config, seed=0)
 
 
 def test_gym_rows_carry_what_their_scorer_needs():

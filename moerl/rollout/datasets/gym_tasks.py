@@ -2,7 +2,10 @@
 
 import dataclasses
 import difflib
+import os
+import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,17 +17,14 @@ from typing import Any
 
 from moerl.config.schema.data_config import GymData
 from moerl.rollout.datasets.dataset import Row
-from moerl.types.errors import Problem
+from moerl.types.errors import DataError, Problem
 
 
 class GymDataset:
     def __init__(self, config: GymData, seed: int):
         """`args` may set its own seed; the run's is the default."""
-        import reasoning_gym
-
         self._task, self._args = config.task, config.args
-        source = reasoning_gym.create_dataset(config.task, **{"seed": _spread(seed)} | config.args | {"size": config.size})
-        self._entries = [source[index] for index in range(config.size)]
+        self._entries = _entries(config.task, {"seed": _spread(seed)} | config.args | {"size": config.size})
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -47,6 +47,32 @@ def _spread(seed: int) -> int:
     import numpy as np  # not for a check of the settings
 
     return int(np.random.SeedSequence([seed % 2**64]).generate_state(1)[0]) >> 1
+
+
+_MAKE_ENTRIES = """
+import os, pickle, random, sys
+answer = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+sys.path[:], task, args = pickle.load(sys.stdin.buffer)
+import reasoning_gym
+random.seed(0)
+source = reasoning_gym.create_dataset(task, **args)
+pickle.dump([source[index] for index in range(args["size"])], answer)
+"""
+
+
+def _entries(task: str, args: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Made in a process of their own: some tasks take elements of sets of text in their order, which every process has otherwise
+    (PYTHONHASHSEED), or numbers of the generator that all of a process share. Raises DataError."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MAKE_ENTRIES], input=pickle.dumps((sys.path, task, args)), capture_output=True, check=False,
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(f"reasoning-gym could not make the entries of task {task}: {said or f'its process ended with {done.returncode}'}")
+    entries: list[dict[str, Any]] = pickle.loads(done.stdout)
+    return entries
 
 
 def check(config: GymData) -> Iterator[Problem]:
