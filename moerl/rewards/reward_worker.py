@@ -200,10 +200,11 @@ def _answer(verdict: Any) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     """Numbers of Python, and scalars of numpy and torch, if they are finite."""
-    scalar = value.item() if hasattr(value, "item") else value
-    if not isinstance(scalar, (int, float)):
+    try:
+        scalar = value.item() if hasattr(value, "item") else value
+        return float(scalar) if isinstance(scalar, (int, float)) and math.isfinite(scalar) else None
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several numbers, an `item` of another kind, an int beyond all floats
         return None
-    return float(scalar) if math.isfinite(scalar) else None
 
 
 def _message(error: BaseException) -> str:

@@ -35,7 +35,7 @@ def allocate(data_source, solution_str, ground_truth, extra_info):
 
 def seen(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0.25, "length": len(solution_str), "index": extra_info["index"], "same": solution_str == ground_truth,
-            "source": data_source, "numpy": numpy.float32(2.5), "lost": float("nan")}
+            "source": data_source, "numpy": numpy.float32(2.5), "lost": float("nan"), "array": numpy.array([1, 0]), "huge": 10**400}
 
 def misbehave(data_source, solution_str, ground_truth, extra_info):
     print("a print must not disturb the answers", flush=True)
@@ -69,7 +69,7 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
             file.write(str(child.pid))
         child.wait()
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0], "dict": {"value": 1.0},
-            "scalar": numpy.int64(3), "bool": True}.get(solution_str, 1.0)
+            "scalar": numpy.int64(3), "bool": True, "array": numpy.array([1, 0]), "huge": 10**400}.get(solution_str, 1.0)
 """
 
 

@@ -86,6 +86,8 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_unweighted(functions):
         ("none", "not_a_number", "returned None"),
         ("text", "not_a_number", "returned '1.0'"),
         ("list", "not_a_number", "returned [1.0]"),
+        ("array", "not_a_number", "returned array([1, 0]), which is not a finite number"),
+        ("huge", "not_a_number", "returned 1000"),
         ("dict", "not_a_number", 'without "score"'),
         ("die", "died", "exit status -9"),
         ("sleep", "timeout", "reward.timeout_seconds=2"),
