@@ -99,7 +99,10 @@ class _Parquet:
         return self._table.num_rows
 
     def decode(self, index: int) -> Any:
-        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        try:
+            return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        except OverflowError as error:
+            raise ValueError(f"holds a date, a time or a duration beyond those of Python: {error}") from error
 
     def row_number(self, index: int) -> int:
         return index + 1
