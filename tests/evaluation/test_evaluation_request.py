@@ -2,7 +2,7 @@
 
 import fcntl
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,8 @@ import pytest
 from moerl.check import load_checked, load_evaluation
 from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.load import load
+from moerl.config.rules.run_rules import eval_problems
+from moerl.config.schema.data_config import _DataBase
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
 from moerl.evaluation.results import keep_samples_of
@@ -65,6 +67,22 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path):
     assert "rows that the run trains on" in found["eval.seed"]
     assert "must be at most 2" in found[f"{first}.data.max_prompt_tokens"]
     assert "is not a directory" in found["--checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnData(_DataBase):
+    """As `docs/add-an-environment.md` says: a kind, and whatever fields it needs."""
+
+    kind: str = "own"
+
+
+def test_a_kind_of_data_without_a_task_has_rules_for_the_seed_too():
+    config = load((DEMO, EVAL))
+    assert config.eval is not None
+    own = _OwnData(max_prompt_tokens=16)
+    datasets = {"own": replace(config.eval.datasets["repeat"], data=own)}
+    config = replace(config, data=own, eval=replace(config.eval, seed=config.seed, datasets=datasets))
+    assert [problem.path for problem in eval_problems(config, SimpleNamespace())] == ["eval.seed"]
 
 
 def test_the_reward_of_the_run_must_fit_the_data_set_too(tmp_path: Path):

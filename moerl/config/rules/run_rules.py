@@ -261,6 +261,6 @@ def _seed_problems(path: str, dataset: EvalDataset, config: RunConfig) -> Iterat
     ours, trained = dataset.data, config.data
     if isinstance(ours, FileData) or isinstance(trained, FileData) or config.eval.seed != config.seed:
         return
-    if (ours.kind, ours.task) == (trained.kind, trained.task):
+    if ours.kind == trained.kind and getattr(ours, "task", None) == getattr(trained, "task", None):  # a kind may have no tasks
         reason = f"rows of kind={ours.kind} are made up from the seed: {path} would have rows that the run trains on"
         yield problem("eval.seed", config.eval.seed, f"must not be seed={config.seed}", reason, f"eval.seed={config.seed + 1}")
