@@ -49,7 +49,7 @@ def num_alike(found: Sequence[Sequence[Record]], prompts: Sequence[Prompt]) -> i
 
 
 def _digest(prompt: Prompt) -> str:
-    """Of the row: what is asked, and what an answer to it is scored by."""
+    """Digest of the row: what is asked, and what an answer to it is scored by."""
     row = [prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info]
     return xxhash.xxh3_128_hexdigest(json.dumps(row, sort_keys=True, default=repr).encode())
 
