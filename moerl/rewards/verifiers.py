@@ -3,6 +3,7 @@
 Building one may import heavy packages, so it happens in the worker processes. Any exception of a verifier marks its sample.
 """
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -155,15 +156,33 @@ PURE_KINDS = ("exact", "prefix", "format", "math")
 """Kinds that evaluate nothing, so that they may do without isolation where the machine has none."""
 
 
+_PREFIX = "moerl_reward_"
+
+
 def _module_of_file(file: Path) -> ModuleType:
     """Runs `file` as a module that can import its neighbours and that pickle and dataclasses can find again."""
-    module_name = f"moerl_reward_{file.stem}"
+    module_name = f"{_PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
+    _require_own_neighbours(file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def _require_own_neighbours(file: Path) -> None:
+    """Raises ImportError where it would get the module of one name that a function in another directory has imported."""
+    imports = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in imports if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0}
+    folder = file.resolve().parent
+    others = {Path(str(module.__file__)).resolve().parent for name, module in sys.modules.items() if name.startswith(_PREFIX)} - {folder}
+    for name in sorted({each.partition(".")[0] for each in names} & sys.modules.keys()):
+        loaded = Path(getattr(sys.modules[name], "__file__", None) or "/").resolve()
+        is_there = (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+        if is_there and not loaded.is_relative_to(folder) and any(map(loaded.is_relative_to, others)):
+            raise ImportError(f"{file} imports {name}, and its process has that of another function: {loaded}; rename one of them")

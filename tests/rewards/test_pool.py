@@ -434,3 +434,20 @@ def test_workers_and_what_they_started_die_with_a_killed_driver_even_in_the_midd
     finally:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_functions_whose_neighbours_have_one_name_are_refused(tmp_path):
+    """A process has one module of a name, and the second function would score with the first one's."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"NAME = '{folder}'\n")
+        (tmp_path / folder / f"{folder}.py").write_text("import helper\n\ndef score(**_):\n    return 1.0\n")
+    terms = {name: RewardTerm(kind="function", path=f"{tmp_path}/{name}/{name}.py:score") for name in ("a", "b")}
+
+    async def start(used):
+        async with RewardPool(RewardConfig(terms=used)):
+            pass
+
+    asyncio.run(start({"b": terms["b"]}))
+    with pytest.raises(ConfigError, match=r"b.py imports helper, and its process has that of another function: .*/a/helper.py"):
+        asyncio.run(start(terms))
