@@ -105,15 +105,21 @@ class Credit:
             name, given, wanted = ("advantages_N", self.advantages_N, step.num_tokens)
         if given is None:
             raise DataError("algorithm.advantage returned a Credit without advantages: must have advantages_S or advantages_N")
-        if np.shape(given) != (wanted,):
-            raise DataError(f"algorithm.advantage returned {name} of shape {np.shape(given)}: must be ({wanted},)")
+        _require_numbers(name, given, wanted)
         return given if self.advantages_N is not None else step.spread(given)
 
     def checked_returns(self, step: ScoredStep) -> np.ndarray | None:
         """float64 [N], likewise; None where there are none."""
-        if self.returns_N is not None and np.shape(self.returns_N) != (step.num_tokens,):
-            raise DataError(f"algorithm.advantage returned returns_N of shape {np.shape(self.returns_N)}: must be ({step.num_tokens},)")
+        if self.returns_N is not None:
+            _require_numbers("returns_N", self.returns_N, step.num_tokens)
         return self.returns_N
+
+
+def _require_numbers(name: str, given: Any, wanted: int) -> None:
+    if np.shape(given) != (wanted,):
+        raise DataError(f"algorithm.advantage returned {name} of shape {np.shape(given)}: must be ({wanted},)")
+    if (dtype := np.asarray(given).dtype).kind not in "biuf":
+        raise DataError(f"algorithm.advantage returned {name} of dtype {dtype}: must be real numbers")
 
 
 class AdvantageEstimator(Protocol):

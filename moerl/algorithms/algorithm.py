@@ -14,6 +14,7 @@ from moerl.algorithms.advantages import Credit, ScoredStep, advantage_estimator,
 from moerl.algorithms.kl_on_driver import adapted
 from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, loss_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats
 
@@ -75,7 +76,10 @@ class Algorithm:
         )
 
     def credit(self, step: ScoredStep) -> Credit:
-        return advantage_estimator(self.config.advantage)(step)
+        credit = advantage_estimator(self.config.advantage)(step)
+        if not isinstance(credit, Credit):
+            raise DataError(f"algorithm.advantage returned {type(credit).__name__}: must be a Credit, with advantages_S or advantages_N")
+        return credit
 
     def after_step(self, stats: StepStats, groups: Sequence[Group]) -> "Algorithm":
         """The algorithm of the step after the one on `groups`; the same where its weights did not change, or its KL is no number."""

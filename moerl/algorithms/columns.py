@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.types.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,30 @@ class Weights:
     """bool: a bound has changed or zeroed the weight, or the token was dropped."""
     kept_T: Tensor | None = None
     """bool: tokens that stay in the mini-batch; None: all."""
+
+
+def loss_by(objective: Any, tokens: TokenColumns) -> TokenLoss:
+    """Answer of an objective. DataError for a column of another shape than the tokens': torch would spread it over them, and the loss be
+    another."""
+    found: TokenLoss = objective.token_loss(tokens)
+    _require_tokens(tokens, "algorithm.objective", {"loss_T": found.loss_T, "clipped_T": found.clipped_T, **found.metrics})
+    return found
+
+
+def weights_by(correction: Any, tokens: TokenColumns) -> Weights:
+    """Answer of a correction, likewise."""
+    found: Weights = correction.weights(tokens)
+    kept = {} if found.kept_T is None else {"kept_T": found.kept_T}
+    _require_tokens(tokens, "algorithm.corrections", {"weight_T": found.weight_T, "is_bounded_T": found.is_bounded_T, **kept})
+    return found
+
+
+def _require_tokens(tokens: TokenColumns, whose: str, returned: Mapping[str, Any]) -> None:
+    wanted = tuple(tokens.mask_T.shape)
+    for name, column in returned.items():
+        shape = tuple(getattr(column, "shape", ()))
+        if shape != wanted:
+            raise DataError(f"{whose} returned {name} of shape {shape}: must be {wanted}, a value for every token")
 
 
 class _SumOverRanks(torch.autograd.Function):

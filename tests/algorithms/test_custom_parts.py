@@ -93,6 +93,8 @@ def test_an_objective_sees_the_values_of_a_critic_and_the_counts_of_the_mini_bat
         ("advantages_S=0.5", r"advantages_S of shape \(\): must be \(2,\)"),
         ("returns_N=np.zeros(3)", "a Credit without advantages"),
         ("advantages_S=credit_S, returns_N=np.zeros(1)", r"returns_N of shape \(1,\): must be \(3,\)"),
+        ("advantages_S=credit_S * 1j", "advantages_S of dtype complex128: must be real numbers"),
+        ("advantages_S=np.array([None, None])", "advantages_S of dtype object: must be real numbers"),
     ],
 )
 def test_credit_of_another_shape_is_no_credit(credit, said, own, tmp_path):
@@ -101,6 +103,38 @@ def test_credit_of_another_shape_is_no_credit(credit, said, own, tmp_path):
     advantage = {"kind": "custom", "path": "other.py:RankAdvantage"}
     with pytest.raises(DataError, match=said):
         algorithm_loss(of_plain({**own, "advantage": advantage}), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+
+
+def test_an_advantage_that_returns_no_credit_is_told(own, tmp_path):
+    (tmp_path / "bare.py").write_text((tmp_path / "own.py").read_text().replace("Credit(advantages_S=credit_S)", "credit_S"))
+    tokens = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]])
+    advantage = {"kind": "custom", "path": "bare.py:RankAdvantage"}
+    with pytest.raises(DataError, match="algorithm.advantage returned ndarray: must be a Credit"):
+        algorithm_loss(of_plain({**own, "advantage": advantage}), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "other", "said"),
+    [
+        ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T[:, None]", r"objective returned loss_T of shape \((\d), 1\): must be \(\1,\)"),
+        ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T.mean()", r"objective returned loss_T of shape \(\): must be \(\d,\)"),
+        ("clipped_T=far_T", "clipped_T=far_T[:, None]", "objective returned clipped_T of shape"),
+        ("far_T.to(d_T.dtype)", "far_T.to(d_T.dtype).mean()", "objective returned far of shape"),
+        ("weight_T=half_T", "weight_T=half_T[:, None]", "corrections returned weight_T of shape"),
+        ("zeros_like(columns.mask_T)", "zeros_like(columns.mask_T)[:1]", "corrections returned is_bounded_T of shape"),
+        ("class Halved:\n", "class Halved:\n    needs = {'old_logprobs'}\n", None),
+    ],
+)
+def test_a_column_of_another_shape_is_no_loss(returned, other, said, own, tmp_path):
+    """It would be spread over the tokens, each of which would then have the losses of all."""
+    text = (tmp_path / "own.py").read_text().replace(returned, other)
+    if said is None:  # one that is asked before the update
+        text, said = text.replace("weight_T=half_T", "weight_T=half_T[:, None]"), "corrections returned weight_T of shape"
+    (tmp_path / "wide.py").write_text(text)
+    settings = yaml.safe_load(yaml.safe_dump(own).replace("own.py", "wide.py"))
+    tokens = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]], old_logprobs=[[-1.1, -1.0], [-1.0, 0]])
+    with pytest.raises(DataError, match=said):
+        algorithm_loss(of_plain({**settings, "normalize_by": "token"}), tokens, rewards=[3.0, 1.0], groups=[0, 0])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.columns import TokenColumns
+from moerl.algorithms.columns import TokenColumns, loss_by, weights_by
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
 from moerl.algorithms.mini_batch_loss import Loss
@@ -180,11 +180,11 @@ def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Loss) -> tuple[Tensor, Observed]:
     assert loss.objective is not None
-    found = loss.objective.token_loss(tokens)
+    found = loss_by(loss.objective, tokens)
     loss_T, weight_T = found.loss_T, None if columns.correction_T is None else masked(columns.correction_T, tokens.mask_T)
     bounded_T = torch.zeros_like(tokens.mask_T) if columns.bounded_T is None else columns.bounded_T
     for correction in loss.live_corrections:
-        weights = correction.weights(tokens)
+        weights = weights_by(correction, tokens)
         assert weights.kept_T is None, f"{correction}: takes tokens out, so its needs must have old_logprobs: counts are known before"
         weight_T = weights.weight_T if weight_T is None else weight_T * weights.weight_T
         bounded_T = bounded_T | weights.is_bounded_T

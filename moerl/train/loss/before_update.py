@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.columns import TokenColumns
+from moerl.algorithms.columns import TokenColumns, weights_by
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
@@ -41,7 +41,7 @@ def _with_corrections(own: TrainBatch, loss: Loss, counts: Denominators, reduce:
     factors = []
     for correction in loss.corrections_before:
         micro, tokens = whole_columns(own, counts)
-        weights = correction.weights(tokens)
+        weights = weights_by(correction, tokens)
         if weights.kept_T is None:
             factors.append(correction)
             continue
@@ -53,7 +53,7 @@ def _with_corrections(own: TrainBatch, loss: Loss, counts: Denominators, reduce:
     micro, tokens = whole_columns(own, counts)
     weight_T = torch.ones_like(tokens.logp_T)
     for correction in factors:
-        weights = correction.weights(tokens)
+        weights = weights_by(correction, tokens)
         factor_T = weights.weight_T
         if getattr(correction, "is_normalized", False):
             sums = torch.stack([torch.where(tokens.mask_T, factor_T, 0.0).double().sum(), tokens.mask_T.double().sum()])
