@@ -5,13 +5,16 @@ A key that no file mentions may be set without Hydra's `+`: the files hold only 
 
 import difflib
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
@@ -56,7 +59,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
         folder = QuotedString(text=f"file://{config_dir.resolve()}", quote=Quote.single)
         lines.append(f"hydra.searchpath=[{folder.with_quotes()}]")
     try:
-        with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
+        with _own_hydra():
             composed = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError([_composition_problem(error, _recipe_file(parsed, config_dir))]) from error
@@ -67,6 +70,22 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
         rule, reason = "must begin with # @package _global_", "without that line its settings are none of a run"
         raise ConfigError([problem("recipe", file, rule, reason, "write it as the first line of the file")])
     return settings
+
+
+_COMPOSING = threading.Lock()
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra of the shipped files. A process has one at a time: other threads wait, and that of the program, which may be Hydra's itself, is
+    its own again afterwards."""
+    with _COMPOSING:
+        of_program, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+        try:
+            with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().hydra = of_program
 
 
 def _recipe_file(parsed: Sequence[Override], config_dir: Path | None) -> str:

@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import hydra
 import pytest
 from ray import cloudpickle
 
@@ -36,6 +38,23 @@ def test_recipes_of_an_own_directory_are_loaded(tmp_path):
     (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\ndefaults: [{DEMO}, _self_]\nname: mine\n")
     assert moerl.load("mine", config_dir=tmp_path).name == "mine"
     assert moerl.check("mine", config_dir=str(tmp_path)) == []
+
+
+def test_threads_load_at_once_and_each_gets_its_own(tmp_path):
+    for number in range(2):
+        (tmp_path / f"{number}" / "recipe").mkdir(parents=True)
+        recipe = f"# @package _global_\ndefaults: [{DEMO}, _self_]\nname: mine{number}\n"
+        (tmp_path / f"{number}" / "recipe" / "mine.yaml").write_text(recipe)
+    with ThreadPoolExecutor(4) as threads:
+        loaded = threads.map(lambda seed: moerl.load("mine", f"seed={seed}", config_dir=tmp_path / f"{seed % 2}"), range(16))
+        assert [(config.name, config.seed) for config in loaded] == [(f"mine{seed % 2}", seed) for seed in range(16)]
+
+
+def test_a_program_of_hydras_loads_a_recipe_and_stays_hydras(tmp_path):
+    (tmp_path / "program.yaml").write_text("mine: 1\n")
+    with hydra.initialize_config_dir(str(tmp_path), version_base=None):
+        assert moerl.load(DEMO).name == DEMO
+        assert hydra.compose("program") == {"mine": 1}
 
 
 def test_check_says_what_train_would_refuse_of_a_recipe_and_of_an_object():
