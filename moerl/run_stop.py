@@ -248,13 +248,26 @@ def _run_here(main: Coroutine[Any, Any, T]) -> T:
         begun.append((asyncio.get_running_loop(), task))
         return await main
 
-    with _handler(signal.SIGINT, interrupt):
+    with _handler(signal.SIGINT, interrupt), _kept_handlers(signal.SIGTERM, signal.SIGUSR1):
         try:
             return asyncio.run(announced())
         except asyncio.CancelledError:
             if asked.is_set():
                 raise KeyboardInterrupt from None
             raise
+
+
+@contextmanager
+def _kept_handlers(*numbers: int) -> Iterator[None]:
+    """The caller's stand again after the block: Ray sets one of its own, and a loop that had one leaves none."""
+    kept = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in kept.items():
+                if handler is not None:  # of C code: it cannot be set again
+                    signal.signal(number, handler)
 
 
 @contextmanager

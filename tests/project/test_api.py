@@ -207,6 +207,22 @@ def as_a_command(main):
     return run_stop.run_until_done(main)
 
 
+def test_signals_are_the_callers_again_when_a_run_has_ended():
+    def own(number, frame): ...
+
+    async def main():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+
+    before = {number: signal.signal(number, own) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        as_a_command(main())
+        assert [signal.getsignal(number) for number in before] == [own, own]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 @pytest.mark.parametrize("run", [as_a_command, in_a_running_loop])
 def test_ctrl_c_again_does_not_break_off_what_the_first_one_ends(pythons_own_handler, run):
     ended = []
