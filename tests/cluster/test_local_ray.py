@@ -1,10 +1,12 @@
 """Ray's start is tried again, in its time, and one that never comes is one message."""
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -178,3 +180,18 @@ def test_a_gcs_server_that_ends_as_it_starts_is_not_waited_for():
     environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")}
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, env=environment)
     assert "Ray did not start, tried 3 times: gcs_server ended as it started" in done.stderr
+
+
+def test_a_process_has_one_run_at_a_time_and_none_as_a_fork_of_one_that_had_ray():
+    """The other run's Ray is not to be shut down, as of a program's own; and a fork would wait for ever."""
+
+    with local_ray(60.0), ThreadPoolExecutor(1) as thread:
+        assert "has another run, in another thread" in thread.submit(refusal).result()
+    with multiprocessing.get_context("fork").Pool(1) as fork:
+        assert f"is a fork of process {os.getpid()}, in which a run has had Ray" in fork.apply_async(refusal).get(60)
+
+
+def refusal():
+    with pytest.raises(MoerlError) as refused, local_ray(60.0):
+        pass
+    return str(refused.value)

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,6 +36,10 @@ _DAEMONS = ("gcs_server", "raylet")
 _CONNECT_SECONDS = 10.0
 _SOCKET_PATH = 107
 """Bytes of a socket's path, at most (unix(7))."""
+_RUN = threading.Lock()
+"""Held by the run of this process that has Ray: a process is in one cluster."""
+_had_ray: int | None = None
+"""The process in which a run of this program has had Ray."""
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
 
@@ -61,8 +66,31 @@ class Daemon:
 def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed): its daemons, none of another's.
     MoerlError if it cannot be joined, or has not come up in time."""
-    if ray.is_initialized():
-        raise MoerlError("this process is in a Ray cluster already, and a run joins one itself: call ray.shutdown() first")
+    with _only_run():
+        yield from _joined(start_seconds)
+
+
+@contextmanager
+def _only_run() -> Iterator[None]:
+    """Raises MoerlError where this process cannot have a Ray of its own."""
+    global _had_ray
+    if _had_ray not in (None, os.getpid()):  # Ray would wait for threads that only that process has, for ever
+        raise MoerlError(
+            f"this process is a fork of process {_had_ray}, in which a run has had Ray, and no fork of it can: "
+            'start it anew, as multiprocessing.get_context("spawn") does'
+        )
+    if not _RUN.acquire(blocking=False):
+        raise MoerlError("this process has another run, in another thread, and can have one at a time: wait for it, or start a process")
+    try:
+        if ray.is_initialized():
+            raise MoerlError("this process is in a Ray cluster already, and a run joins one itself: call ray.shutdown() first")
+        _had_ray = os.getpid()
+        yield
+    finally:
+        _RUN.release()
+
+
+def _joined(start_seconds: float) -> Iterator[list[Daemon]]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     others = [child.pid for child in psutil.Process().children()]
     _start(start_seconds, others)
