@@ -116,7 +116,7 @@ def test_an_advantage_that_returns_no_credit_is_told(own, tmp_path):
 @pytest.mark.parametrize(
     ("returned", "other", "said"),
     [
-        ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T[:, None]", r"objective returned loss_T of shape \((\d), 1\): must be \(\1,\)"),
+        ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T[:, None]", r"loss_T of shape \((\d), 1\): must be \(\1,\)"),
         ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T.mean()", r"objective returned loss_T of shape \(\): must be \(\d,\)"),
         ("clipped_T=far_T", "clipped_T=far_T[:, None]", "objective returned clipped_T of shape"),
         ("far_T.to(d_T.dtype)", "far_T.to(d_T.dtype).mean()", "objective returned far of shape"),
