@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from moerl.config.compose import compose
 from moerl.config.rules.facts import Facts, facts_of
@@ -60,7 +61,11 @@ def build(plain: Mapping[str, Any]) -> RunConfig:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    return _ADAPTER.dump_python(config, mode="json", warnings=False)  # `build` says what is wrong
+    """`build` says what is wrong with it, also with objects of a program that no file could hold."""
+    try:
+        return _ADAPTER.dump_python(config, mode="json", warnings=False)
+    except (PydanticSerializationError, UnicodeDecodeError):
+        return _ADAPTER.dump_python(config, warnings=False)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -105,7 +110,11 @@ def unusable(value: Any, path: str) -> Problem | None:
             found = (unusable(entry, f"{path}.{index}") for index, entry in enumerate(value))
         case _:
             rule = "must be null, true, false, a number, text, a list or a section"
-            return problem(path, value, rule, f"YAML read it as {type(value).__name__}", "the value in quotes, if it is text")
+            reason, fix = (
+                f"it is of the type {type(value).__name__}",
+                "the value in quotes, if it is text; int(...) or float(...) in Python",
+            )
+            return problem(path, value, rule, reason, fix)
     return next((fault for fault in found if fault is not None), None)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import hydra
+import numpy
 import pytest
 from ray import cloudpickle
 
@@ -63,6 +64,14 @@ def test_check_says_what_train_would_refuse_of_a_recipe_and_of_an_object():
     assert [problem.path for problem in moerl.check(DEMO, "group_size=1", "data.task=no")] == ["data.task"]
     assert [problem.path for problem in moerl.check(replace(config, num_steps="7"))] == ["num_steps"]
     assert "model.path" in [problem.path for problem in moerl.check("grpo-deepseek-v3-32n8g-sync")]
+
+
+@pytest.mark.parametrize("value", [numpy.int64(3), numpy.float32(2), object(), b"\xff"])
+def test_a_value_that_no_file_could_hold_is_a_problem_of_its_setting(value):
+    config = replace(moerl.load(DEMO), num_steps=value)
+    assert [(problem.path, problem.value) for problem in moerl.check(config)] == [("num_steps", value)]
+    with pytest.raises(moerl.ConfigError, match=f"it is of the type {type(value).__name__}"):
+        moerl.train(config)
 
 
 def test_check_names_a_damaged_checkpoint(tmp_path):
