@@ -110,11 +110,8 @@ def unusable(value: Any, path: str) -> Problem | None:
             found = (unusable(entry, f"{path}.{index}") for index, entry in enumerate(value))
         case _:
             rule = "must be null, true, false, a number, text, a list or a section"
-            reason, fix = (
-                f"it is of the type {type(value).__name__}",
-                "the value in quotes, if it is text; int(...) or float(...) in Python",
-            )
-            return problem(path, value, rule, reason, fix)
+            fix = "the value in quotes, if it is text; in Python int(...) or float(...) of it"
+            return problem(path, value, rule, f"it is of the type {type(value).__name__}", fix)
     return next((fault for fault in found if fault is not None), None)
 
 
