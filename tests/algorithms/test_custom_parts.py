@@ -173,3 +173,14 @@ def test_settings_that_are_not_the_classs_are_named(own):
         load([DEMO, "~algorithm.objective", f"+algorithm.objective={value}"])
     paths = {problem.path for problem in caught.value.problems}
     assert paths == {"algorithm.objective.settings.cap", "algorithm.objective.settings.capp"}
+
+
+def test_a_file_that_was_mended_is_read_anew_by_the_next_check(own, tmp_path):
+    words = [DEMO, "~algorithm.objective", "+algorithm.objective={kind: custom, path: 'own.py:Squared', settings: {cap: 0.5}}"]
+    file = tmp_path / "own.py"
+    whole = file.read_text()
+    file.write_text(whole.replace("def token_loss", "def tokn_loss"))
+    with pytest.raises(ConfigError, match="must have token_loss"):
+        load(words)
+    file.write_text(whole)
+    load(words)

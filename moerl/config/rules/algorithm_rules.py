@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, PrimeAdvantage, ReinforceAdvantage
 from moerl.config.schema.correction_config import TIS, IcePop, Rejection, SequenceMaskTIS
-from moerl.config.schema.custom_part import CustomPart, load_class
+from moerl.config.schema.custom_part import CustomPart, load_class, reread_if_changed
 from moerl.config.schema.loss_config import GMPO, GSPO
 from moerl.config.schema.rollout_config import MOST_LEFT
 from moerl.config.schema.run_config import RunConfig
@@ -58,6 +58,8 @@ def custom_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         if source.endswith(".py") and not Path(source).is_file():
             yield problem(path, part.path, "names no file", f"looked at {Path(source).absolute()}", fix)
             continue
+        if source.endswith(".py"):
+            reread_if_changed(part.path)
         try:
             found = load_class(part.path)
         except (Exception, SystemExit) as error:  # whatever the user's module does when it is run

@@ -64,7 +64,17 @@ def load_class(path: str) -> type:
     return found
 
 
+def reread_if_changed(path: str) -> None:
+    """A file that was mended since it was run is run anew when it is next asked for. For checks: a run keeps what it has."""
+    file = Path(split_path(path)[0]).resolve()
+    name = f"{_PREFIX}{file.stem}"
+    if name in sys.modules and _CHANGED.get(str(file)) != file.stat().st_mtime_ns:
+        del sys.modules[name]
+
+
 _PREFIX = "moerl_custom_"
+_CHANGED: dict[str, int] = {}
+"""Times of the last change of files, as they were run."""
 _NEIGHBOURS: dict[str, ModuleType] = {}
 _FOLDERS: list[str] = []
 
@@ -96,6 +106,7 @@ def _module_of_file(file: Path) -> ModuleType:
     if str(file.parent) not in _FOLDERS:
         _FOLDERS.append(str(file.parent))
     before = set(sys.modules)
+    _CHANGED[str(file)] = file.stat().st_mtime_ns
     try:
         spec.loader.exec_module(module)
     except BaseException:
