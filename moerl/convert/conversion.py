@@ -28,6 +28,7 @@ from moerl.convert.tensors.count_nonfinite import NonFinite, report
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnBytes, target_problems, write_files
 from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
+from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.fp8_blocks import ScaleFormat
 from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
@@ -160,11 +161,15 @@ def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool
         fix = "--dtype bfloat16 first, then moerl convert of that folder with --dtype fp8"
         raise ConvertError([problem("--dtype", "fp8", "needs a Hugging Face folder as SRC", reason, fix)])
     dtype = None if conversion.dtype == "keep" else getattr(torch, conversion.dtype)
-    entries = entries_of(source, origin_of(conversion.source, conversion.files_from).directory, dtype)
+    origin = origin_of(conversion.source, conversion.files_from).directory
+    entries = entries_of(source, origin, dtype)
     # As it is stored, the dtype of config.json is the one the run trained in, which may differ from the model's.
     named = conversion.dtype if dtype is not None else str(stored_dtype(source)).removeprefix("torch.")
     config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
-    identity = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else identity_of(folder)
+    identity: dict[str, Any] = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else dict(identity_of(folder))
+    if origin is not None and num_mtp_layers(source.config):  # layers that were not trained come from there
+        stats = {file.name: file.stat() for file in sorted(origin.glob("*.safetensors"))}
+        identity |= {"model": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "of": str(origin.resolve())}
     return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)
 
 

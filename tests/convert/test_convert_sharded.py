@@ -122,6 +122,69 @@ def test_untrained_layers_of_multi_token_prediction_come_from_the_original_folde
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out"))
 
 
+@pytest.fixture
+def without_mtp(deepseek, tmp_path):
+    """A checkpoint of a run that did not train its layers of multi-token prediction."""
+    folder = tmp_path / "without"
+    shutil.copytree(deepseek, folder)
+    held = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in held.items() if not name.startswith(("model.layers.4.", "model.layers.5."))}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return to_sharded(folder, tmp_path)
+
+
+def changed(model, root, change):
+    """A copy of a folder, with its tensors changed."""
+    shutil.copytree(model, root)
+    held = load_file(root / "model.safetensors")
+    change(held)
+    save_file(held, root / "model.safetensors", metadata={"format": "pt"})
+    return root
+
+
+def test_untrained_layers_of_another_model_are_refused(deepseek, without_mtp, tmp_path):
+    def change(held):
+        held["model.layers.4.eh_proj.weight"] = torch.ones(48, 96)
+        del held["model.layers.5.enorm.weight"]
+
+    other = changed(deepseek, tmp_path / "other", change)
+    with pytest.raises(ConvertError) as raised:
+        convert(Conversion(source=without_mtp, target=tmp_path / "hf", files_from=other), dry_run=False)
+    said = [(each.path, each.value, each.rule, each.reason.partition(";")[0]) for each in raised.value.problems]
+    assert said == [
+        ("--files-from", f"{other}: model.layers.4.eh_proj.weight", "must have shape (32, 64)", "found (48, 96)"),
+        ("--files-from", f"{other}: model.layers.5.enorm.weight", "must have shape (32,)", "found none"),
+    ]
+    assert not (tmp_path / "hf").exists()
+
+
+def test_untrained_layers_are_in_the_dtype_that_was_asked_for(deepseek, without_mtp, tmp_path):
+    convert(Conversion(source=without_mtp, target=tmp_path / "hf", files_from=deepseek, dtype="bfloat16"), dry_run=False)
+    convert(Conversion(source=deepseek, target=tmp_path / "direct", dtype="bfloat16"), dry_run=False)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "direct"))
+
+
+def test_a_conversion_does_not_go_on_with_untrained_layers_of_another_folder(deepseek, without_mtp, tmp_path):
+    def change(held):
+        held["model.layers.4.eh_proj.weight"][0, 0] = torch.nan
+
+    broken, options = changed(deepseek, tmp_path / "broken", change), WriteOptions(shard_bytes=60_000, nonfinite="error")
+    with pytest.raises(ConvertError, match="holds 1 values that are not finite"):
+        convert(Conversion(source=without_mtp, target=tmp_path / "hf", files_from=broken, options=options), dry_run=False)
+    with pytest.raises(ConvertError, match="was begun with another plan"):
+        convert(Conversion(source=without_mtp, target=tmp_path / "hf", files_from=deepseek, options=options), dry_run=False)
+
+
+def test_trained_layers_need_no_weights_of_the_folder_with_the_tokenizer(deepseek, without_mtp, tmp_path):
+    files = tmp_path / "files"
+    shutil.copytree(deepseek, files, ignore=shutil.ignore_patterns("*.safetensors"))
+    directory = to_sharded(deepseek, tmp_path / "trained")
+    convert(Conversion(source=directory, target=tmp_path / "hf", files_from=files), dry_run=False)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(deepseek))
+    with pytest.raises(ConvertError, match=f"--files-from = '{files}': has no weights"):
+        convert(Conversion(source=without_mtp, target=tmp_path / "none", files_from=files), dry_run=False)
+
+
 def test_the_dtype_in_config_json_is_that_of_the_weights_where_biases_of_routers_come_first(deepseek, tmp_path):
     folder = tmp_path / "bfloat16"
     convert(Conversion(source=deepseek, target=folder, dtype="bfloat16"), dry_run=False)

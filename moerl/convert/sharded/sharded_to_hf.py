@@ -1,6 +1,7 @@
 """Plan of a Hugging Face folder that is made of a sharded checkpoint: which tensors of the checkpoint each of its tensors is made of."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -10,15 +11,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf import hf_plan
-from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.hf_source import SINGLE, HFSource
 from moerl.convert.hf.joined_stacks import joined
 from moerl.convert.sharded.completeness import absent_problems, stored_problems
+from moerl.convert.sharded.expected_tensors import expected_tensors
 from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, sizes_of
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.convert.tensors.entry import Entry, computed
 from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
+from moerl.models.hf_checkpoint import INDEX
 from moerl.models.shards import Sizes, merge
-from moerl.types.errors import ConvertError, problem
+from moerl.types.errors import ConvertError, Problem, problem
 
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -41,10 +44,9 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     if problems:
         raise ConvertError(problems)
     entries = joined([entry for each in parameters for entry in _entries(source, each, weights[each.key], sizes, dtype)])
-    num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):
         return entries
-    layers, dtype = range(sizes.num_layers, sizes.num_layers + num_mtp), stored_dtype(source) if dtype is None else dtype
+    layers = range(sizes.num_layers, sizes.num_layers + num_mtp_layers(source.config))
     return entries + _mtp_entries(source, parameters, entries, origin, layers, dtype)
 
 
@@ -78,9 +80,10 @@ class _Shared:
 
 
 def _mtp_entries(
-    source: ShardedSource, parameters: list[Parameter], entries: list[Entry], origin: Path | None, layers: range, dtype: torch.dtype
+    source: ShardedSource, parameters: list[Parameter], entries: list[Entry], origin: Path | None, layers: range, dtype: torch.dtype | None
 ) -> list[Entry]:
-    """Copies that published checkpoints hold for these layers, and the layers themselves if the run did not train them."""
+    """Copies that published checkpoints hold for these layers, and the layers themselves if the run did not train them. `dtype` None: as
+    stored."""
     if not layers:
         return []
     are_trained = any(each.rule.is_mtp for each in parameters)
@@ -89,7 +92,7 @@ def _mtp_entries(
         raise ConvertError(
             [problem("--files-from", None, "is needed", reason, "the Hugging Face folder the run started from (model.path)")]
         )
-    original = None if origin is None else HFSource.open(origin)
+    original = None if origin is None else _opened(source, origin, layers, are_trained=are_trained)
     by_name = {entry.name: entry for entry in entries}
     added = {}
     for each in parameters:
@@ -101,8 +104,37 @@ def _mtp_entries(
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
         for name in original.tensors:
             if name.startswith(prefixes) and name not in by_name and name not in added and not hf_plan.is_scale(original, name):
-                added[name] = hf_plan.without_fp8(original, name, dtype)
+                kept = hf_plan.without_fp8(original, name, stored_dtype(source))
+                added[name] = kept if dtype is None else hf_plan.plain_entry(original, name, dtype)
     return list(added.values())
+
+
+def _opened(source: ShardedSource, origin: Path, layers: range, *, are_trained: bool) -> HFSource | None:
+    """The folder of `origin`; None: one without weights, of which none are needed. Raises ConvertError with everything that keeps its
+    layers of multi-token prediction from being those of the model that was trained."""
+    if are_trained and not any((origin / name).exists() for name in (INDEX, SINGLE)):
+        return None
+    try:
+        original = HFSource.open(origin)
+    except ConvertError as error:
+        raise ConvertError([replace(each, path="--files-from") for each in error.problems]) from error
+    if problems := [] if are_trained else list(_mtp_problems(source, original, layers)):
+        raise ConvertError([replace(each, path="--files-from") for each in problems])
+    return original
+
+
+def _mtp_problems(source: ShardedSource, original: HFSource, layers: range) -> Iterator[Problem]:
+    """A layer may be absent as a whole."""
+    yield from hf_plan.fp8_problems(original)
+    expected = expected_tensors(family_of(source.config), source.config)
+    for prefix in (f"model.layers.{layer}." for layer in layers):
+        is_there = any(name.startswith(prefix) for name in original.tensors)
+        for name, shape in ((name, shape) for name, shape in expected.shapes.items() if is_there and name.startswith(prefix)):
+            found = original.tensors[name].shape if name in original.tensors else "none"
+            if found != shape:
+                reason = f"found {found}; the run did not train this layer, and takes it from there"
+                fix = "the Hugging Face folder the run started from (model.path)"
+                yield problem("--files-from", f"{original.directory}: {name}", f"must have shape {shape}", reason, fix)
 
 
 def _reread(source: ShardedSource, parameter: Parameter, like: Entry) -> Iterator[Tensor]:
