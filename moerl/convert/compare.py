@@ -88,8 +88,13 @@ def _difference(a: Entry | None, b: Entry | None, tolerance: float) -> tuple[str
 
 
 def _distances(a: Tensor, b: Tensor) -> Iterator[float]:
-    """Distances of parts; NaN beside NaN and equal infinities are equal, NaN beside a number is infinitely far from it."""
+    """Distances of parts; NaN beside NaN and equal infinities are equal, NaN beside a number is infinitely far from it. Different integers
+    are at least 1 apart, also those that float64 rounds to one number."""
+    if a.numel() == 0:
+        return
+    are_integers = not (a.is_floating_point() or b.is_floating_point())
     for left, right in zip(a.reshape(-1).split(PIECE_BYTES), b.reshape(-1).split(PIECE_BYTES), strict=True):
         x, y = left.double(), right.double()
-        same = (x == y) | (x.isnan() & y.isnan())
-        yield float(torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)).max())
+        same = left == right if are_integers else (x == y) | (x.isnan() & y.isnan())
+        apart = (x - y).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=1.0 if are_integers else 0.0)
+        yield float(torch.where(same, 0.0, apart).max())

@@ -243,3 +243,16 @@ def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(moerl,
     assert different.returncode == 1 and "14 tensors are equal" not in different.stdout
     assert moerl("compare", source, tmp_path / "out", "--tolerance", "1").returncode == 0
     assert "total float8_e4m3fn: 12 tensors" in moerl("inspect", tmp_path / "out").stdout
+
+
+def test_different_integers_differ_and_tensors_without_elements_compare(tmp_path):
+    """Between 2^53 and 2^53 + 1 float64 knows no difference."""
+    for name, number in (("a", 2**53), ("b", 2**53 + 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "of_others"}')
+        tensors = {"empty": torch.zeros(0, 4), "packed": torch.tensor([number, 5])}
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    assert compared(tmp_path / "a", tmp_path / "a", tolerance=0.0).is_equal
+    comparison = compared(tmp_path / "a", tmp_path / "b", tolerance=0.0)
+    assert [(each.name, each.what) for each in comparison.differences] == [("packed", "largest difference 1")]
+    assert comparison.num_equal == 1
