@@ -39,7 +39,8 @@ def report(finished: Sequence[Finished], nonfinite: NonFinite) -> None:
     counts = {name: count for each in finished for name, count in each.notes.get(NONFINITE, {}).items()}
     if nonfinite == "error" and counts:
         reason = "a model with such weights answers nothing but NaN"
-        fix = "fetch or train the checkpoint again, or --nonfinite warn to convert it as it is"
+        fix = "fetch or train the checkpoint again; --dtype bfloat16 if float16, which ends at 65504, alone has no room for them; "
+        fix += "or --nonfinite warn to convert it as it is"
         raise ConvertError(
             [problem("SRC", name, f"holds {count} values that are not finite", reason, fix) for name, count in counts.items()]
         )
