@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.convert.compare import compared
 from moerl.convert.conversion import Conversion, convert
 from moerl.convert.hf.hf_writing import WriteOptions
@@ -256,3 +257,30 @@ def test_different_integers_differ_and_tensors_without_elements_compare(tmp_path
     comparison = compared(tmp_path / "a", tmp_path / "b", tolerance=0.0)
     assert [(each.name, each.what) for each in comparison.differences] == [("packed", "largest difference 1")]
     assert comparison.num_equal == 1
+
+
+def test_a_model_saved_over_one_of_several_files_is_refused_with_what_it_left(tmp_path):
+    """transformers removes the older files and leaves their index; it reads model.safetensors, whether or not those are there."""
+    write_shards([(f"w{index}", torch.ones(8)) for index in range(3)], tmp_path, shard_bytes=32)
+    (tmp_path / "config.json").write_text('{"model_type": "of_others"}')
+    save_file({"w0": torch.zeros(8)}, tmp_path / "model.safetensors")
+    rule, fix = "must not have model.safetensors beside an index of other files", "remove the index, or model.safetensors, whichever is older"
+    for _ in range(2):
+        with pytest.raises(ConvertError) as raised:
+            convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True)
+        assert [(each.rule, each.fix) for each in raised.value.problems] == [(rule, fix)]
+        assert [(each.rule, each.fix) for each in checkpoint_problems(tmp_path)][-1] == (rule, fix)
+        for shard in tmp_path.glob("model-*.safetensors"):
+            shard.unlink()
+    (tmp_path / INDEX).unlink()
+    assert convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True).startswith("would write")
+
+
+def test_a_value_that_float16_has_no_room_for_is_not_called_a_fault_of_the_source_alone(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "config.json").write_text('{"model_type": "of_others"}')
+    save_file({"w": torch.tensor([1e6, 1.0])}, tmp_path / "src" / "model.safetensors", metadata={"format": "pt"})
+    options = WriteOptions(nonfinite="error")
+    with pytest.raises(ConvertError, match="--dtype bfloat16 if float16, which ends at 65504, alone has no room"):
+        convert(Conversion(source=tmp_path / "src", target=tmp_path / "out", dtype="float16", options=options), dry_run=False)
+    convert(Conversion(source=tmp_path / "src", target=tmp_path / "wide", dtype="bfloat16", options=options), dry_run=False)

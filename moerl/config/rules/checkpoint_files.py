@@ -10,6 +10,13 @@ from moerl.types.errors import Problem, can_be
 from moerl.types.json_text import is_file_name, read_object
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TWO_MODELS = (
+    "must not have model.safetensors beside an index of other files",
+    "transformers would read model.safetensors, others what model.safetensors.index.json names; save_pretrained over a model of several "
+    "files leaves its index",
+    "remove the index, or model.safetensors, whichever is older",
+)
+"""Rule, reason and fix of a folder with two sets of weights."""
 
 
 def checkpoint_problems(path: Path) -> Iterator[Problem]:
@@ -69,6 +76,9 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
     if not isinstance(weight_map, dict) or not all(is_file_name(name) for name in weight_map.values()):
         reason = "its weight_map names a file for each tensor, beside it"
         yield _problem(path, "needs a weight_map in model.safetensors.index.json", reason, "copy it again")
+        return
+    if (path / "model.safetensors").is_file() and "model.safetensors" not in weight_map.values():
+        yield _problem(path, *TWO_MODELS)
         return
     absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
     if absent:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moerl.config.rules.checkpoint_files import TWO_MODELS
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces, read_tensor
 from moerl.models.hf_checkpoint import INDEX
@@ -73,6 +74,9 @@ def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTe
         problems.append(
             problem("SRC", str(directory / INDEX), "needs a weight_map of names to files beside it", "it has none", "fetch it again")
         )
+        return {}
+    if (directory / SINGLE).exists() and SINGLE not in weight_map.values():
+        problems.append(problem("SRC", str(directory), *TWO_MODELS))
         return {}
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
