@@ -264,7 +264,10 @@ def test_a_model_saved_over_one_of_several_files_is_refused_with_what_it_left(tm
     write_shards([(f"w{index}", torch.ones(8)) for index in range(3)], tmp_path, shard_bytes=32)
     (tmp_path / "config.json").write_text('{"model_type": "of_others"}')
     save_file({"w0": torch.zeros(8)}, tmp_path / "model.safetensors")
-    rule, fix = "must not have model.safetensors beside an index of other files", "remove the index, or model.safetensors, whichever is older"
+    rule, fix = (
+        "must not have model.safetensors beside an index of other files",
+        "remove the index, or model.safetensors, whichever is older",
+    )
     for _ in range(2):
         with pytest.raises(ConvertError) as raised:
             convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True)
