@@ -67,15 +67,13 @@ def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None)
 
 
 def start(options: Options) -> "SGLangCore":
-    model = read_config(options.model)
-    routes = shape_of_config(model).routes if options.returns_routes else None
-    core = SGLangCore(_engine(options), routes, num_groups=options.layout.dp)
-    if core.longest_prompt < options.max_context:
+    engine = _engine(options)
+    routes = shape_of_config(read_config(options.model)).routes if options.returns_routes else None
+    core = SGLangCore(engine, routes, num_groups=options.layout.dp)
+    if engine.tokenizer_manager.max_req_input_len < (most := options.max_context):  # it would end longer requests as if they were complete
         core.close()
         raise EngineError(
-            f"model.max_context = {options.max_context}: SGLang's cache of keys and values has no room for so many tokens of one request, "
-            "and would end it early, as if it were complete; lower model.max_context, raise rollout.layout.memory_fraction, or leave out "
-            "rollout.engine_args that bound the cache"
+            f"model.max_context = {most}: SGLang's cache has no room for it; lower it, or raise rollout.layout.memory_fraction"
         )
     return core
 
@@ -107,8 +105,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     if has_gpu:
         return own
     os.environ.update(sglang_cpu.environment(options.layout))
-    positions = options.max_running * (options.max_context + sglang_launch.SPARE_POSITIONS)
-    return sglang_cpu.ARGUMENTS | {"max_total_tokens": positions} | own
+    return sglang_cpu.ARGUMENTS | {"max_total_tokens": options.max_running * (options.max_context + sglang_launch.SPARE_POSITIONS)} | own
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,11 +139,6 @@ class SGLangCore:
         self._num_preempted = 0
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
         self._unlink_loads()
-
-    @property
-    def longest_prompt(self) -> int:
-        """Above the model's limit unless the cache has room for less (get_worker_info of sglang/srt/managers/tp_worker.py)."""
-        return int(self._manager.max_req_input_len)
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         from sglang.srt.managers.io_struct import GenerateReqInput
