@@ -1,7 +1,7 @@
 """Traits of rollout engines: the models each serves, what it does not return, what it wants whole. A row for each, by rollout.engine."""
 
-import math
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 _SERVED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe")
@@ -25,7 +25,7 @@ class EngineTraits:
     """Why it does not return the experts that tokens went to; empty: it does."""
     no_sets: str = ""
     """Why it does not say what top-k and top-p left; empty: it does."""
-    temperatures: tuple[float, float] = (0.0, math.inf)
+    temperatures: tuple[float, float] = (0.0, inf)
     """Least and greatest above 0 at which it samples."""
     joined: Joined = "none"
     ue8m0_from: float | None = None
@@ -44,7 +44,7 @@ class EngineTraits:
 
 TRAITS = {
     "hf": EngineTraits(joined="fp8"),  # widens FP8 from whole pairs
-    "sglang": EngineTraits(served=_SERVED, temperatures=(1e-6, math.inf), ue8m0_from=10.0),  # lower ones are 0 to it
+    "sglang": EngineTraits(served=_SERVED, temperatures=(1e-6, inf), ue8m0_from=10.0),  # lower ones are 0 to it
     "vllm": EngineTraits(
         served=(*_SERVED, "gpt_oss"),
         no_routes="vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first "

@@ -72,9 +72,7 @@ def start(options: Options) -> "SGLangCore":
     core = SGLangCore(engine, routes, num_groups=options.layout.dp)
     if engine.tokenizer_manager.max_req_input_len < (most := options.max_context):  # it would end longer requests as if they were complete
         core.close()
-        raise EngineError(
-            f"model.max_context = {most}: SGLang's cache has no room for it; lower it, or raise rollout.layout.memory_fraction"
-        )
+        raise EngineError(f"model.max_context = {most}: no room in SGLang's cache; lower it, or raise rollout.layout.memory_fraction")
     return core
 
 
