@@ -109,6 +109,8 @@ def loss_by(objective: Any, tokens: TokenColumns) -> TokenLoss:
     another."""
     found: TokenLoss = objective.token_loss(tokens)
     _require_tokens(tokens, "algorithm.objective", {"loss_T": found.loss_T, "clipped_T": found.clipped_T, **found.metrics})
+    if tokens.logp_T.requires_grad and not found.loss_T.requires_grad:
+        raise DataError("algorithm.objective returned loss_T without a gradient: must be made of logp_T, or nothing would be trained")
     return found
 
 

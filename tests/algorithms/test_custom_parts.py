@@ -118,6 +118,7 @@ def test_an_advantage_that_returns_no_credit_is_told(own, tmp_path):
     [
         ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T[:, None]", r"loss_T of shape \((\d), 1\): must be \(\1,\)"),
         ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T.mean()", r"objective returned loss_T of shape \(\): must be \(\d,\)"),
+        ("loss_T=torch.where(far_T, 0.0, loss_T)", "loss_T=loss_T.detach()", "objective returned loss_T without a gradient"),
         ("clipped_T=far_T", "clipped_T=far_T[:, None]", "objective returned clipped_T of shape"),
         ("far_T.to(d_T.dtype)", "far_T.to(d_T.dtype).mean()", "objective returned far of shape"),
         ("weight_T=half_T", "weight_T=half_T[:, None]", "corrections returned weight_T of shape"),
@@ -125,7 +126,7 @@ def test_an_advantage_that_returns_no_credit_is_told(own, tmp_path):
         ("class Halved:\n", "class Halved:\n    needs = {'old_logprobs'}\n", None),
     ],
 )
-def test_a_column_of_another_shape_is_no_loss(returned, other, said, own, tmp_path):
+def test_a_column_of_another_shape_or_without_a_gradient_is_no_loss(returned, other, said, own, tmp_path):
     """It would be spread over the tokens, each of which would then have the losses of all."""
     text = (tmp_path / "own.py").read_text().replace(returned, other)
     if said is None:  # one that is asked before the update

@@ -1,5 +1,8 @@
 """Composition and schema: what a person can get wrong on the command line or in a file, and what is said about it."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -159,6 +162,13 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path, monkeypatch):
     (tmp_path / "gone").rmdir()
     (problem,) = problems_of(DEMO)
     assert (problem.path, problem.rule) == ("working directory", "must exist")
+
+
+def test_an_interpreter_without_assertions_is_refused():
+    """Hydra reads lists and sections inside of them, and ended in a traceback."""
+    code = f"from moerl.config.load import load\nload([{DEMO!r}])"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=120)
+    assert "python -O = (not set): must not be given" in done.stderr
 
 
 def test_a_config_directory_that_does_not_exist_is_said(tmp_path):

@@ -143,10 +143,13 @@ def _start(seconds: float, others: Collection[int]) -> None:
             ray.shutdown()
             kill_all(others)
             if address:
-                raise _cannot_join(address, str(error)) from error
+                raise _cannot_join(address, f"{error}; {_TOKENS}") from error
             if number == _NUM_TRIES or time.monotonic() > deadline:
                 raise _did_not_start(seconds, number, error) from error
             logger.warning("Ray did not start, and is started again: %s", error)
+
+
+_TOKENS = "a cluster with a token answers only those that have it (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
 
 
 def _cannot_join(address: str, reason: str) -> MoerlError:
