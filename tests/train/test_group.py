@@ -288,11 +288,12 @@ def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_
     async def scenario(group, pids):
         with pytest.raises(TrainError) as caught:
             await group.update(BATCH, Loss(objective=Failing()), lr=1e-3)
-        first, error, innermost, next_one, *_ = str(caught.value).splitlines()
+        first, error, innermost, caller, next_one, *_ = str(caught.value).splitlines()
         assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
         assert error == "    ZeroDivisionError: rank 1 alone"
         assert innermost.startswith(f"      at {__file__}:")
         assert "in token_loss: raise ZeroDivisionError" in innermost
+        assert caller.startswith("      at moerl/algorithms/columns.py:")
         assert next_one.startswith("      at moerl/train/loss/batch_loss.py:")
         origin = caught.value.origin
         assert (origin.who, origin.doing) == ("rank 1 of 2", "update")
