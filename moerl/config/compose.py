@@ -42,10 +42,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
     `config_dir` holds further groups (recipe/, model/, ...), beside the shipped ones. Raises ConfigError.
     """
     if not __debug__:
-        reason, fix = (
-            "Hydra reads lists and sections inside of assertions, which that leaves out",
-            "python without -O, PYTHONOPTIMIZE unset",
-        )
+        reason, fix = "Hydra reads lists and sections in assertions, which that leaves out", "python without -O, PYTHONOPTIMIZE unset"
         raise ConfigError([problem("python -O", NOT_SET, "must not be given", reason, fix)])
     try:
         Path.cwd()

@@ -94,7 +94,7 @@ def _render_job(
     problems = list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config)))
     needed = {"output_dir": Path(config.output_dir), **(mounts or {})}
     if slurm.container is not None:
-        problems += [_outside(setting, path) for setting, path in needed.items() if os.path.normpath(path).startswith("..")]
+        problems += [_outside(setting, path) for setting, path in needed.items() if Path(os.path.normpath(path)).parts[:1] == ("..",)]
     if problems:
         raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"

@@ -118,9 +118,11 @@ def test_a_child_that_writes_something_else_than_its_port_is_ended(run, tmp_path
     assert not is_alive(process.pid)
 
 
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{\"port\": 1}', flush=True); time.sleep(60)"
+
+
 def test_a_server_that_ignores_sigterm_is_killed(run, tmp_path):
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{\"port\": 1}', flush=True); time.sleep(60)"
-    process = small_server(tmp_path, code, close_seconds=0.2)
+    process = small_server(tmp_path, DEAF, close_seconds=0.2)
     assert run(process.start()) == 1
     run(process.close())
     assert not is_alive(process.pid)
@@ -129,8 +131,7 @@ def test_a_server_that_ignores_sigterm_is_killed(run, tmp_path):
 
 def test_a_server_of_whose_end_nobody_hears_is_left_after_a_while(run, tmp_path, monkeypatch, caplog):
     """As one that the kernel holds, or that a stopped process forked."""
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{\"port\": 1}', flush=True); time.sleep(60)"
-    process = small_server(tmp_path, code, close_seconds=0.2)
+    process = small_server(tmp_path, DEAF, close_seconds=0.2)
 
     async def scenario():
         await process.start()

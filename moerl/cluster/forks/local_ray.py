@@ -40,6 +40,8 @@ _RUN = threading.Lock()
 """Held by the run of this process that has Ray: a process is in one cluster."""
 _had_ray: int | None = None
 """The process in which a run of this program has had Ray."""
+_TOKENS = "a cluster with a token answers only those that have it (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
+"""Reason, perhaps, why a cluster cannot be joined: Ray's own words do not name it."""
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
 
@@ -147,9 +149,6 @@ def _start(seconds: float, others: Collection[int]) -> None:
             if number == _NUM_TRIES or time.monotonic() > deadline:
                 raise _did_not_start(seconds, number, error) from error
             logger.warning("Ray did not start, and is started again: %s", error)
-
-
-_TOKENS = "a cluster with a token answers only those that have it (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
 
 
 def _cannot_join(address: str, reason: str) -> MoerlError:

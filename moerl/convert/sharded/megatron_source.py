@@ -77,8 +77,13 @@ def tensors_of_index(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def identity_of(folder: Path) -> Mapping[str, Any]:
     """Changes when the checkpoint does, as far as its index and the sizes and times of its shards show."""
-    stats = {file.name: file.stat() for file in sorted(folder.glob("*.distcp"))}
-    return {_INDEX: digest_of(folder / _INDEX), **{name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}}
+    return {_INDEX: digest_of(folder / _INDEX), **states_of(folder, "*.distcp")}
+
+
+def states_of(folder: Path, pattern: str) -> dict[str, list[int]]:
+    """Size and time of the last change of its files by their names."""
+    stats = {file.name: file.stat() for file in sorted(folder.glob(pattern))}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _newest(tracker: Path) -> str | None:
