@@ -15,12 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from moerl import __version__
 from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.hf import hf_plan
-from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.hf_source import HFSource, states_of
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
 from moerl.convert.sharded.hf_to_sharded import parts_of
 from moerl.convert.sharded.megatron_bridge_target import bridge_problems, complete_bridge_folder, in_iteration
-from moerl.convert.sharded.megatron_source import identity_of, megatron_folder, open_megatron, states_of
+from moerl.convert.sharded.megatron_source import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
 from moerl.convert.sharded.sharded_to_hf import entries_of, stored_dtype
@@ -168,7 +168,7 @@ def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool
     config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
     identity: dict[str, Any] = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else dict(identity_of(folder))
     if origin is not None and num_mtp_layers(source.config):  # layers that were not trained come from there
-        identity |= {"model": states_of(origin, "*.safetensors"), "of": str(origin.resolve())}
+        identity |= {"model": states_of(sorted(origin.glob("*.safetensors"))), "of": str(origin.resolve())}
     return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)
 
 

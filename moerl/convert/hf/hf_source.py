@@ -1,6 +1,6 @@
 """A Hugging Face folder as a source of tensors: every fault of it found at once, from headers alone, before anything is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,8 +57,13 @@ class HFSource:
 
     def identity(self) -> dict[str, Any]:
         """Changes when a file of weights or config.json does, as far as sizes and times show."""
-        stats = {file.name: file.stat() for file in (*self.files, self.directory / "config.json")}
-        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        return states_of((*self.files, self.directory / "config.json"))
+
+
+def states_of(files: Iterable[Path]) -> dict[str, Any]:
+    """Size and time of the last change of each, by its name."""
+    stats = {file.name: file.stat() for file in files}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from moerl.convert.hf.hf_source import states_of
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.train.checkpoint.checkpoint_dirs import digest_of
 from moerl.train.checkpoint.checkpoint_pickles import read_index
@@ -77,13 +78,7 @@ def tensors_of_index(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def identity_of(folder: Path) -> Mapping[str, Any]:
     """Changes when the checkpoint does, as far as its index and the sizes and times of its shards show."""
-    return {_INDEX: digest_of(folder / _INDEX), **states_of(folder, "*.distcp")}
-
-
-def states_of(folder: Path, pattern: str) -> dict[str, list[int]]:
-    """Size and time of the last change of its files by their names."""
-    stats = {file.name: file.stat() for file in sorted(folder.glob(pattern))}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+    return {_INDEX: digest_of(folder / _INDEX), **states_of(sorted(folder.glob("*.distcp")))}
 
 
 def _newest(tracker: Path) -> str | None:
