@@ -29,7 +29,7 @@ from moerl.train import rank_calls
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.group import MegatronTrainGroup
-from moerl.types.errors import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.types.errors import CheckpointError, ConfigError, HangError, Origin, ResidencyError, StoreError, TrainError
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import stored_specs
@@ -300,6 +300,22 @@ def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_
         assert "micro_batch_loss" in origin.details
         assert Path(origin.log).name == "rank-1.log"
         assert caught.value.exit_code == ExitCode.FAILED
+
+    run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
+
+
+def test_what_began_in_another_process_is_not_told_as_the_rank_that_met_it(run_with):
+    class Missing:
+        metric_names = ()
+
+        def token_loss(self, columns):
+            raise StoreError("samples were lost").began_in(Origin(who="a process that receives completions", node="n7", doing=""))
+
+    async def scenario(group, pids):
+        with pytest.raises(StoreError, match="samples were lost") as caught:
+            await group.update(BATCH, Loss(objective=Missing()), lr=1e-3)
+        origin = caught.value.origin
+        assert (origin.who, origin.node, origin.doing) == ("a process that receives completions", "n7", "update")
 
     run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
 
