@@ -7,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+import moerl.algorithms.columns
 from moerl.config.algorithm_settings import of_plain
 from moerl.config.load import load
+from moerl.config.schema.custom_part import _is_neighbour, load_class, modules_of_files
 from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 from moerl.types.errors import ConfigError, DataError
 
@@ -185,3 +188,19 @@ def test_a_file_that_was_mended_is_read_anew_by_the_next_check(own, tmp_path):
         load(words)
     file.write_text(whole)
     load(words)
+
+
+def test_an_environment_beneath_the_folder_of_a_file_is_no_neighbour_of_it(own, tmp_path, monkeypatch):
+    packages = tmp_path / ".venv" / "lib" / "python3" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "installed_beneath.py").write_text("")
+    (tmp_path / "truly_beside.py").write_text("")
+    (tmp_path / "in_a_home.py").write_text("import installed_beneath\nimport truly_beside\n\n\nclass Part: ...\n")
+    monkeypatch.syspath_prepend(packages)
+    load_class("in_a_home.py:Part")
+    carried = {module.__name__ for module in modules_of_files()}
+    assert {"moerl_custom_in_a_home", "truly_beside"} <= carried and "installed_beneath" not in carried
+
+
+def test_moerls_own_modules_are_no_neighbours_of_a_file_above_them():
+    assert not any(_is_neighbour(module, Path(moerl.__file__).parents[1]) for module in (moerl, moerl.algorithms.columns, torch))

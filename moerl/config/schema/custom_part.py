@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -113,6 +114,16 @@ def _module_of_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     for other in set(sys.modules) - before:
-        if Path(getattr(sys.modules[other], "__file__", None) or "/").is_relative_to(file.parent):
+        if _is_neighbour(sys.modules[other], file.parent):
             _NEIGHBOURS[other] = sys.modules[other]
     return module
+
+
+def _is_neighbour(module: ModuleType, folder: Path) -> bool:
+    """Whether it lies beneath the folder and is no installed one: a home or a checkout has environments beneath it, and files of Python and
+    moerl, which every process imports for itself."""
+    file = Path(getattr(module, "__file__", None) or "/")
+    if not file.is_relative_to(folder) or file.is_relative_to(sysconfig.get_path("stdlib")):
+        return False
+    own = {__name__.partition(".")[0], "megatron_patches"}
+    return {"site-packages", "dist-packages"}.isdisjoint(file.relative_to(folder).parts) and module.__name__.partition(".")[0] not in own
