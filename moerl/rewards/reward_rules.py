@@ -122,6 +122,8 @@ def _broken_rule(tree: ast.Module, name: str) -> tuple[str, str] | None:
         stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _top_level(tree.body))
         return None if stars else ("names nothing", f"the module defines no {name} at its top level")
     last = found[-1]
+    if getattr(last, "decorator_list", []):
+        return None  # what a decorator makes of it cannot be read: other arguments, or a coroutine that it runs
     if isinstance(last, ast.AsyncFunctionDef):
         return "must be a plain function", f"{name} is a coroutine function, and a worker awaits nothing"
     return _broken_signature(last) if isinstance(last, ast.FunctionDef) else None

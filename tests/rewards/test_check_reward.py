@@ -18,6 +18,10 @@ def open_ended(**kwargs): ...
 def lacking(solution_str, ground_truth): ...
 def greedy(data_source, solution_str, ground_truth, extra_info, tokenizer): ...
 async def waiting(data_source, solution_str, ground_truth, extra_info): ...
+@with_tokenizer
+def decorated(tokenizer, data_source, solution_str, ground_truth, extra_info): ...
+@run_until_done
+async def awaited(data_source, solution_str, ground_truth, extra_info): ...
 assigned = score
 try:
     from elsewhere import imported as renamed
@@ -78,7 +82,7 @@ def test_a_term_that_cannot_work_is_a_problem(term, path, said):
     assert said in problem.rule
 
 
-@pytest.mark.parametrize("name", ["score", "open_ended", "assigned", "renamed", "conditional", "Judge"])
+@pytest.mark.parametrize("name", ["score", "open_ended", "assigned", "renamed", "conditional", "Judge", "decorated", "awaited"])
 def test_a_name_the_module_defines_is_accepted(module, name):
     assert problems(kind="function", path=f"{module}:{name}") == []
 
