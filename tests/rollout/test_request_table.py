@@ -7,6 +7,7 @@ import pytest
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.server_state import ServerState
 from moerl.types.completion import Completion, SamplingParams, ServerLoad
+from moerl.types.errors import EngineError
 
 
 class ToldCore(Core):
@@ -112,3 +113,17 @@ def test_the_newer_of_two_requests_of_one_name_is_answered(run, runs):
         assert (health.num_running, health.num_waiting) == (0, 0)
 
     run(scenario())
+
+
+def test_an_error_of_the_engine_is_logged_with_its_place(run, caplog):
+    class Failing(ToldCore):
+        async def generate(self, key, prompt_ids, sampling, salt):
+            raise ZeroDivisionError("of the adapter")
+
+    async def scenario():
+        with pytest.raises(EngineError, match="request-1: the engine failed: ZeroDivisionError: of the adapter"):
+            await ask(ServerState(Failing(), max_running=1, version=1), 1)
+
+    run(scenario())
+    [record] = caplog.records
+    assert record.exc_info[2].tb_next is not None and "request-1" in record.getMessage()

@@ -4,6 +4,7 @@ An engine only ever has `max_running`; the others wait here. The state above (se
 """
 
 import asyncio
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
@@ -14,6 +15,8 @@ from typing import Any
 from moerl.rollout.server.contract import Core
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -145,6 +148,7 @@ class RequestTable:
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever
+            logger.exception("%s: the engine failed", held.request_id)  # its place is told nowhere else
             self._end(held, EngineError(f"{held.request_id}: the engine failed: {type(error).__name__}: {error}"))
         self.admit()
         async with self.changed:
