@@ -1,5 +1,6 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -337,6 +338,8 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python has it for stderr: a path or a sign need not be in its encoding
 
 
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]

@@ -1,5 +1,6 @@
 """The command line as a person meets it: output, exit codes, and that checking loads no torch."""
 
+import os
 import subprocess
 import sys
 
@@ -143,6 +144,13 @@ _open_standard_streams()
 assert min(os.pipe()) > 2
 print("heard", flush=True)
 """
+
+
+def test_what_the_terminals_encoding_lacks_is_printed_as_its_escape():
+    code = "from moerl.__main__ import _open_standard_streams; _open_standard_streams(); print('0.5 \u00b1 0.1')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.stderr) == ("0.5 \\xb1 0.1\n", "")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
