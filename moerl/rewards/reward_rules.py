@@ -82,7 +82,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
     except ValueError:
         yield from problem("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name")
         return
-    file = _source_file(source)
+    file = source_file(source)
     if file is None:
         where = f"looked at {Path(source).absolute()}" if source.endswith(".py") else "it is not on sys.path"
         yield from problem("names no module", where, "the path of the file, or an installed module")
@@ -99,7 +99,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
         yield from problem(*broken, f"def {name}({', '.join(FUNCTION_ARGUMENTS)}) in {file}")
 
 
-def _source_file(source: str) -> Path | None:
+def source_file(source: str) -> Path | None:
     """The file that holds the module; found without importing it or its parent packages."""
     if source.endswith(".py"):
         return Path(source) if can_be(Path(source)) and Path(source).is_file() else None

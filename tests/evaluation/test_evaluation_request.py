@@ -232,3 +232,28 @@ def test_a_second_process_that_evaluates_into_the_same_directory_is_refused(fold
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(MoerlError, match="another process is evaluating into this directory; wait for it, or choose another --out="):
             evaluate(evaluation)
+
+
+def test_another_state_of_what_a_scoring_function_imports_is_another_evaluation(tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from .inner import WEIGHT\n")
+    (tmp_path / "parts" / "inner.py").write_text("WEIGHT = 1.0\n")
+    (tmp_path / "broken.py").write_text("(\n")
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "scored.py").write_text(
+        "from parts import WEIGHT\n\ntry:\n    import broken\nexcept SyntaxError: ...\n\n\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return WEIGHT\n"
+    )
+
+    def identity(path):
+        term = f"eval.datasets.repeat.reward={{terms: {{own: {{kind: function, path: '{path}'}}}}}}"
+        return load_evaluation((DEMO, EVAL, term), checkpoint=folder, out=None).identity()
+
+    for path in ("scored.py:score", "scored:score"):
+        monkeypatch.syspath_prepend(tmp_path)
+        before = identity(path)
+        (tmp_path / "other.py").write_text(f"# {path}, imported by nobody\n")
+        assert identity(path) == before
+        (tmp_path / "parts" / "inner.py").write_text(f"WEIGHT = 2.0  # {path}\n")
+        assert identity(path) != before
