@@ -77,9 +77,11 @@ def test_ranks_relay_to_servers_on_their_gpus_and_no_bucket_is_in_host_memory():
             engine.close()
 
 
-def map_in_child(source, pipe):
+def map_in_child(source, pipe, gpu=0):
+    torch.cuda.set_device(gpu)
     try:
         memory = map_device(source)
+        assert memory.device.index == gpu
         pipe.send((memory.device.type, memory.sum().item()))
         memory.fill_(3)
         torch.cuda.synchronize()
@@ -87,7 +89,9 @@ def map_in_child(source, pipe):
         pipe.send(str(error))
 
 
-def test_memory_on_a_gpu_is_the_same_memory_in_another_process():
+@pytest.mark.parametrize("gpu", [0, pytest.param(1, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs"))])
+def test_memory_on_a_gpu_is_the_same_memory_in_another_process(gpu):
+    """`gpu`: the other process's own, of which it sees both."""
     context = get_context("spawn")
     buffer = DeviceBuffer(torch.device("cuda", 0))
     for size in (1000, 10_000):  # it grows: another allocation, another source
@@ -96,7 +100,7 @@ def test_memory_on_a_gpu_is_the_same_memory_in_another_process():
         memory.fill_(1)
         torch.cuda.synchronize()
         mine, theirs = context.Pipe()
-        child = context.Process(target=map_in_child, args=(buffer.source, theirs))
+        child = context.Process(target=map_in_child, args=(buffer.source, theirs, gpu))
         child.start()
         assert mine.recv() == ("cuda", size)
         child.join()

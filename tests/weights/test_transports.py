@@ -1,6 +1,7 @@
 """Weights between real processes."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Bucket
 from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.transport.gpu_transport import ON_GPU, map_device
 from moerl.weights.transport.network_transport import DEVICE_KEY
 from moerl.weights.transport.shared_memory import SharedBuffer, SharedReader
 from moerl.weights.verify.digest import tensor_digest
@@ -311,3 +314,22 @@ def place_wrong(place, tensor, entry, data):
     if entry.name == FAULTY:
         box = box_of(tensor, entry.start, entry.shape)
         data[entry.offset : entry.offset + entry.num_bytes].view(box.dtype).view(box.shape).copy_(box)
+
+
+def test_memory_of_another_gpu_is_mapped_as_the_reader_s_own_also_where_it_sees_both(monkeypatch):
+    """PyTorch compares no tensors of two GPUs: a server of several would refuse every push of which its processes hold parts."""
+    mapped_on = []
+
+    def map_on(device, *arguments):
+        mapped_on.append(device)
+        raise RuntimeError("no GPU here")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_on)
+    source = ON_GPU + json.dumps(["00", 1024, 0, "00", 0, "00", False, "GPU-0"])
+    with pytest.raises(WeightError, match="GPU-0 has the bucket, and this process cannot map its memory on cuda:1"):
+        map_device(source)
+    assert mapped_on == [1]

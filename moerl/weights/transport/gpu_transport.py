@@ -47,10 +47,13 @@ class DeviceBuffer:
 
 
 def map_device(source: str) -> torch.Tensor:
-    """All of a DeviceBuffer in another process of this host. The tensor is one of this process's own GPU if it does not see the other's."""
+    """All of a DeviceBuffer in another process of this host. The tensor is one of this process's current GPU, where its model is, also if
+    it sees the other's, as a server of several does: a tensor of that one could not be compared with what is held here, and this process
+    would get a context there. cudaIpcOpenMemHandle maps memory for the current GPU, which must reach it as a peer, by NVLink or PCIe ("can
+    open handles to devices that may not be visible in the process calling the API", cuda_runtime_api.h)."""
     *shared, uuid = json.loads(source.removeprefix(ON_GPU))
     torch.cuda.init()
-    device = _device_of(uuid)
+    device = torch.device("cuda", torch.cuda.current_device())
     *arguments, _ = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared]
     # No event to wait for, the last argument: the sender's GPU was done with the bucket when it told of it (`finished`).
     try:
@@ -65,16 +68,6 @@ def _source_of(memory: torch.Tensor) -> str:
     _, *shared = memory.untyped_storage()._share_cuda_()
     values = [value.hex() if isinstance(value, bytes) else value for value in shared]
     return ON_GPU + json.dumps([*values, str(torch.cuda.get_device_properties(memory.device).uuid)])
-
-
-def _device_of(uuid: str) -> torch.device:
-    """The GPU from which this process maps memory of that one: itself if it is seen, which processes number each in its own way. A server
-    sees its own GPUs alone: cudaIpcOpenMemHandle then maps the memory for the current one, which must reach it as a peer, by NVLink or PCIe
-    ("can open handles to devices that may not be visible in the process calling the API", cuda_runtime_api.h)."""
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index)
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def finished(device: torch.device) -> None:
