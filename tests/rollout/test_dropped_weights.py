@@ -1,9 +1,11 @@
 """What becomes of a model's memory when its server drops what a push brings."""
 
+import gc
 from functools import partial
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
@@ -53,3 +55,22 @@ def test_tensors_are_found_whatever_holds_them():
     linear = model()
     found = {memory_of(tensor) for tensor in live_tensors()}
     assert {memory_of(tensor) for tensor in (linear.weight, linear.angles, *linear.kernel.run.args)} <= found
+
+
+def test_tensors_are_found_that_the_collector_was_told_to_leave_alone():
+    linear = model()
+    gc.freeze()  # as vLLM does when a worker has started
+    try:
+        num_frozen = gc.get_freeze_count()
+        found = {memory_of(tensor) for tensor in live_tensors()}
+        assert gc.get_freeze_count() >= num_frozen
+    finally:
+        gc.unfreeze()
+    assert {memory_of(tensor) for tensor in (linear.weight, linear.angles, *linear.kernel.run.args)} <= found
+
+
+def test_tensors_without_memory_of_their_own_are_none():
+    with FunctionalTensorMode():
+        left_by_compilation = FunctionalTensor.to_functional(torch.ones(3))
+    left = {id(left_by_compilation), id(left_by_compilation.elem)}
+    assert left.isdisjoint(id(tensor) for tensor in live_tensors())

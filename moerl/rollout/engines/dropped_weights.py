@@ -7,6 +7,7 @@ every push (the matrices that latent attention absorbs) is dropped like them.
 
 import gc
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +57,32 @@ class DroppedWeights:
 
 def live_tensors() -> Iterator[Tensor]:
     """Every tensor with memory that an object of Python holds."""
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor) and not isinstance(each, FakeTensor) and each.layout == torch.strided and not each.is_meta:
+    for each in _objects():
+        is_tensor = issubclass(type(each), Tensor) and not isinstance(each, FakeTensor)
+        if is_tensor and each.layout == torch.strided and not each.is_meta and _has_memory(each):
             yield each
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """What tracing and compilation leave behind has none, and raises when it is asked."""
+    try:
+        memory_of(tensor)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _objects() -> list[Any]:
+    """Those that the collector knows. It names none that are frozen, as vLLM freezes what a worker has made when it has started
+    (freeze_gc_heap in vllm/v1/worker/gpu_worker.py)."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # or what is garbage by now would be frozen with the rest
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
