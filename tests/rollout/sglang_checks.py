@@ -1,11 +1,12 @@
 """Run in SGLang's environment by test_sglang_parts: each check_... prints its name, and then what was wrong if it fails."""
 
 import json
+import os
 import sys
 import tempfile
 import traceback
 import types
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ sglang_cpu.prepare()
 sglang_cpu.after_import()
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints import engine
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
@@ -30,7 +32,7 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.fp8_blocks import dequantized, quantized
 from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
-from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_weight_memory
+from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_launch, sglang_weight_memory
 from moerl.rollout.engines.sglang.sglang_core import file_of_loads
 
 BLOCK = [128, 128]
@@ -162,6 +164,29 @@ def check_a_published_folder_in_fp8_serves_what_a_push_brings():
         Path(folder, "config.json").write_text(json.dumps(model))
         assert quantization() == quantization(**overrides(model, ServerLayout(weights="fp8"))) == "fp8"
         assert quantization(**overrides(model, ServerLayout())) is None
+
+
+def check_its_start_leaves_how_nccl_shares_memory_to_nccl():
+    """As the trainer's ranks have it, with which a push by NCCL joins servers."""
+    name, value = sglang_launch.NCCL_MEMORY
+    asked = types.SimpleNamespace(model_path="none", enable_memory_saver=False)
+    with patch.dict(os.environ), patch.object(engine, "resolving_view", lambda args: _Off()):
+        for given, left in ((None, "0"), (value, value)):
+            os.environ.pop(name, None)
+            if given is not None:
+                os.environ[name] = given
+            with suppress(Exception):  # what follows is of GPUs
+                engine._set_envs_and_config(asked)
+            assert os.environ[name] == left
+
+
+class _Off:
+    """Arguments of SGLang of which none is on."""
+
+    nnodes = dcp_size = 1
+
+    def __getattr__(self, name):
+        return False
 
 
 def check_the_file_of_loads_is_found_by_either_reader():

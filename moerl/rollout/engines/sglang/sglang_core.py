@@ -84,6 +84,8 @@ def follow(options: Options) -> None:
 
 def _engine(options: Options, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
     os.environ.update(sglang_launch.environment(options))
+    if not options.shares_gpus:  # one that shares them is in no group with the trainer's ranks
+        os.environ.setdefault(*sglang_launch.NCCL_MEMORY)
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 

@@ -39,6 +39,11 @@ SPARE_POSITIONS = 8
 OVERRIDES = "json_model_override_args"
 """The argument that changes fields of config.json."""
 
+NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "-2")
+"""Variable, and its value for NCCL's own choice, which the trainer's ranks have. Where it is not set SGLang sets it to 0
+(entrypoints/engine.py), and NCCL maps a buffer of another GPU of the node in the way of the process that maps it, not of the one that made
+it (src/transport/p2p.cc): a push by NCCL would fail between a rank and a server of one node."""
+
 _DEEPEP_MODES = {"deepep": "auto", "deepep_normal": "normal", "deepep_low_latency": "low_latency"}
 _DISPATCH_TOKENS = 128
 """SGLang's own number for DeepEP's kernels for latency (environ.py)."""
