@@ -127,6 +127,7 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         model.sleep() if step == "sleep" else model.wake()
         return
     if step == "begin":
+        model.wait_for_batch()
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
     run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
@@ -190,6 +191,12 @@ class _Model:
         loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
         self._device = next(runner.model.parameters()).device
         self.session = WeightSession(specs, loader, needs=needs, device=self._device)
+
+    def wait_for_batch(self) -> None:
+        """SGLang's pause in place lets the batch go on that it has launched, on a stream of its own. Copies of a push, on this thread's,
+        would change weights under it: that stream waits only until the batch has read the scheduler's buffers (_apply_war_barrier)."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def sleep(self) -> None:
         """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
