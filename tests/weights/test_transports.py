@@ -316,13 +316,21 @@ def place_wrong(place, tensor, entry, data):
         data[entry.offset : entry.offset + entry.num_bytes].view(box.dtype).view(box.shape).copy_(box)
 
 
-def test_memory_of_another_gpu_is_mapped_as_the_reader_s_own_also_where_it_sees_both(monkeypatch):
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("CUDA error: peer access is not supported between these two devices\nmore", "must be peers.*weights.transport=nccl"),
+        # PyTorch's, of expandable segments (ExpandableSegment::fromShared in c10/cuda/CUDACachingAllocator.cpp).
+        ("pidfd_getfd: Operation not permitted", "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"),
+    ],
+)
+def test_memory_of_another_gpu_is_mapped_as_the_reader_s_own_also_where_it_sees_both(monkeypatch, said, advice):
     """PyTorch compares no tensors of two GPUs: a server of several would refuse every push of which its processes hold parts."""
     mapped_on = []
 
     def map_on(device, *arguments):
         mapped_on.append(device)
-        raise RuntimeError("no GPU here")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -330,6 +338,6 @@ def test_memory_of_another_gpu_is_mapped_as_the_reader_s_own_also_where_it_sees_
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", map_on)
     source = ON_GPU + json.dumps(["00", 1024, 0, "00", 0, "00", False, "GPU-0"])
-    with pytest.raises(WeightError, match="GPU-0 has the bucket, and this process cannot map its memory on cuda:1"):
+    with pytest.raises(WeightError, match=rf"GPU-0 has the bucket, and this process cannot map its memory on cuda:1 .*{advice}"):
         map_device(source)
     assert mapped_on == [1]

@@ -20,6 +20,12 @@ from moerl.weights.transport.rendezvous import Deadline
 ON_GPU = "cuda:"
 """Begins the `source` of memory on a GPU."""
 
+_NO_PEERS = "they must be peers, by NVLink or PCIe: set weights.transport=nccl"
+_EXPANDABLE = (
+    "it is in expandable segments, which PyTorch maps by files of the process that has them, and the kernel gives those to one that may "
+    "trace it alone (ptrace): leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF in train.environment"
+)
+
 
 class DeviceBuffer:
     """As SharedBuffer of shared_memory.py, on a GPU. Between two releases it only grows; its source is another one then."""
@@ -59,8 +65,9 @@ def map_device(source: str) -> torch.Tensor:
     try:
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments, False)
     except RuntimeError as error:
-        rule = f"GPU {uuid} has the bucket, and this process cannot map its memory on {device} ({str(error).splitlines()[0]})"
-        raise WeightError(f"{rule}; they must be peers, by NVLink or PCIe: set weights.transport=nccl") from error
+        said = str(error).splitlines()[0]
+        rule = f"GPU {uuid} has the bucket, and this process cannot map its memory on {device} ({said})"
+        raise WeightError(f"{rule}; {_EXPANDABLE if 'pidfd' in said else _NO_PEERS}") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
