@@ -120,7 +120,7 @@ class MegatronTrainGroup:
         self._ranks: RankProcesses = RankProcesses(config, hangs, title=title) if beside is None else beside._ranks
         self._source = MegatronSource(
             config.weights,
-            directory=self._checkpoint_dir.parent / "push",
+            directory=checkpoint_dir.parent.resolve() / "push",  # of the run, also where its checkpoints are a link to another disk
             all_ranks=self._ranks.all,
             one_rank=self._ranks.one,
             shares_gpus=num_shared(config) > 0,

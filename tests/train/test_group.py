@@ -371,6 +371,15 @@ def test_no_rank_is_asked_to_move_where_nothing_leaves_its_device(checkpoints, c
     assert asyncio.run(moved()) == (0, 0, 0)
 
 
+def test_files_of_a_push_are_in_the_directory_of_the_run_where_its_checkpoints_are_a_link(checkpoints, config, tmp_path):
+    """Beside what the link leads to they would be those of every run that has a link there."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk" / "checkpoints-of-run").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints-of-run")
+    group = MegatronTrainGroup(config, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path / "run" / "checkpoints")
+    assert group.weight_source.directory == tmp_path / "run" / "push"
+
+
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
     async def scenario(group, pids):
         async with awake(group):

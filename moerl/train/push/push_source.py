@@ -56,7 +56,7 @@ class MegatronSource:
     def __init__(self, weights: WeightsConfig, *, directory: Path, all_ranks: AllRanks, one_rank: OneRank, shares_gpus: bool = False):
         """`directory`: of the files of weights.transport=disk. `shares_gpus`: with servers, so that NCCL, which wants a GPU for each
         process of a group, cannot join them, and nccl goes through host memory."""
-        self._weights, self._directory, self._shares_gpus = weights, directory, shares_gpus
+        self._weights, self.directory, self._shares_gpus = weights, directory, shares_gpus
         self._all_ranks, self._one_rank = all_ranks, one_rank
         self._senders: list[int] = []
         self._ranks: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class MegatronSource:
                 seconds=seconds,
                 secret=secret,
                 disk_delta=self._weights.disk_delta,
-                directory=self._directory,
+                directory=self.directory,
                 on_gpu=transport in ("ipc", "relay") or not self._shares_gpus,
             )
             for rank in ranks
