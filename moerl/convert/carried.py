@@ -40,7 +40,9 @@ def origin_of(source: Path, files_from: Path | None) -> ModelOrigin:
         return ModelOrigin(directory=model_folder(folder, None), absence=f"{folder.parent / 'huggingface'} holds no such file")
     if not is_sharded(source):
         return ModelOrigin(directory=source)
-    run_dir = source.resolve().parent.parent
+    # As it is named, for a run's checkpoints may be a link to another disk; else where it lies, for a checkpoint may have a link.
+    runs = [place.parent.parent for place in (source.absolute(), source.resolve())]
+    run_dir = next((each for each in runs if (each / "config.yaml").is_file()), runs[-1])
     settings = run_dir / "config.yaml"
     if not settings.is_file():
         return ModelOrigin(

@@ -210,6 +210,18 @@ def test_a_runs_checkpoint_becomes_a_folder_with_the_tokenizer_of_its_model(chec
     assert f"tokenizer_config.json ({run / 'model'})" in convert(Conversion(source=directory, target=tmp_path / "dry"), dry_run=True)
 
 
+def test_a_run_whose_checkpoints_are_a_link_names_its_model_too(checkpoints, tmp_path):
+    directory, run, model = to_sharded(checkpoints["qwen3"], tmp_path / "run"), tmp_path / "run", checkpoints["qwen3"]
+    (run / "config.yaml").write_text(f"model: {{path: {model}}}")
+    (run / "checkpoints").rename(tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "best").symlink_to(directory)
+    assert f"tokenizer_config.json ({model})" in convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=True)
+    (run / "checkpoints").unlink()
+    (tmp_path / "disk").rename(run / "checkpoints")
+    assert f"tokenizer_config.json ({model})" in convert(Conversion(source=tmp_path / "best", target=tmp_path / "hf"), dry_run=True)
+
+
 def test_a_checkpoint_whose_model_is_not_known_says_what_its_folder_lacks(checkpoints, tmp_path):
     directory = to_sharded(checkpoints["qwen3"], tmp_path)
     lacking = "without a tokenizer and generation_config.json: a run's checkpoint holds weights alone, and"
