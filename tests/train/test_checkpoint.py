@@ -102,6 +102,17 @@ def test_only_the_newest_are_kept(tmp_path):
     assert names(tmp_path) == ["step-1000000", "step-999999"]
 
 
+def test_of_a_checkpoint_that_was_moved_and_linked_the_link_alone_is_deleted(tmp_path):
+    root, archive = tmp_path / "checkpoints", tmp_path / "archive"
+    save(root, 1).rename(archive)
+    for name in ("step-000001", "step-000000.old"):
+        (root / name).symlink_to(archive)
+    verify(root / "step-000001")
+    save(root, 2, keep=1)
+    assert names(root) == ["step-000002"]
+    verify(archive)
+
+
 # -- never loaded damaged --------------------------------------------------------------------------------------
 
 HOLDS = "holds decoder.layers.0.weight, decoder.layers.1.weight, decoder.layers.2.weight and 2 more tensors"

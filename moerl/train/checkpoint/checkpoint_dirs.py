@@ -63,7 +63,7 @@ def begin(root: Path, version: int) -> Path:
     """An empty directory to write `version` into. What interrupted saves and deletions left is removed."""
     for suffix in ("tmp", "old"):
         for left in root.glob(f"step-*.{suffix}"):
-            shutil.rmtree(left)
+            _remove(left)
     temporary = step_dir(root, version).with_suffix(".tmp")
     temporary.mkdir(parents=True)
     return temporary
@@ -91,7 +91,15 @@ def _delete(directory: Path) -> None:
     doomed = directory.with_suffix(".old")
     os.rename(directory, doomed)
     sync(directory.parent)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(directory: Path) -> None:
+    """Of one that was moved to another disk the link alone: what it leads to is somebody's archive."""
+    if directory.is_symlink():
+        directory.unlink()
+    else:
+        shutil.rmtree(directory)
 
 
 def manifest_text(contents: Mapping[str, Any]) -> str:
