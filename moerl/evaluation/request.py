@@ -36,10 +36,11 @@ class Evaluation:
         if self.checkpoint is not None:
             check(self.checkpoint)
         plain = to_plain(self.config)
-        files = sorted(self.source.glob("*.safetensors")) if self.checkpoint is None else [self.source / MANIFEST]
+        model = self.config.model.path  # its tokenizer, its config.json and its end of a response decide about samples as weights do
+        files = [] if model is None else sorted(file for file in Path(model).iterdir() if file.is_file())
         return {
             "checkpoint": str(self.source.resolve()),
-            "files": [_state(file) for file in files],
+            "files": [_state(file) for file in (*files, *([] if self.checkpoint is None else [self.source / MANIFEST]))],
             "functions": [_state(file) for file in _function_files(self.config)],
             "settings": {name: plain[name] for name in _SAMPLED_BY},
             "dtype": plain["train"]["dtype"],

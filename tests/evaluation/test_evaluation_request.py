@@ -25,6 +25,7 @@ from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.types.errors import CheckpointError, ConfigError, DataError, MoerlError
 from moerl.types.groups import Prompt, Score
+from moerl.types.json_text import read_object
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
 
@@ -179,10 +180,20 @@ def test_what_changes_the_samples_changes_the_identity(folder: Path, tmp_path: P
     assert identity() == identity("slurm.partition=gpu", "deadlines.eval_seconds=5")
     for further in ("eval.top_p=0.5", "reward.terms.repeat.kind=exact", "rollout.engine=fake", "train.dtype=bfloat16"):
         assert identity() != identity(further), further
-    before = identity()
-    weights = next(folder.glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes() + b" ")
-    assert identity() != before
+    for file in (next(folder.glob("*.safetensors")), *(folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer"))):
+        before = identity()
+        file.write_bytes(file.read_bytes() + b" ")
+        assert identity() != before, file
+    checkpoint = save(tmp_path / "run", 1, read_object(folder / "config.json"))
+
+    def of_run() -> dict[str, object]:
+        return load_evaluation(
+            (DEMO, EVAL, f"output_dir={tmp_path}", f"model.path={folder}", "model.scratch=null"), checkpoint=checkpoint, out=None
+        ).identity()
+
+    before = of_run()
+    (folder / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes() + b" ")
+    assert of_run() != before
     own = tmp_path / "own.py"
     own.write_text("def score(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
     words = f"reward.terms.repeat={{kind: function, path: '{own}:score'}}"
