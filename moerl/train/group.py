@@ -26,6 +26,7 @@ from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
 from moerl.types.batch import Batch, StoredBatch
+from moerl.types.errors import TrainError
 from moerl.types.stats import MemoryStats, SavedCheckpoint, StepStats
 from moerl.types.stored import Here, Stored, keep
 from moerl.weights.sync import WeightSource
@@ -169,11 +170,16 @@ class MegatronTrainGroup:
     async def load_part(self, directory: Path, part: str) -> None:
         """From the folder of a checkpoint that `write` wrote. Raises CheckpointError, as all of these, with every damaged file."""
         files = files_of_model(directory, part)
-        found: list[list[str]] = await self._all("load", directory / part, files)
-        if not found[0]:
-            return
         folder = f"{part}/" if part else ""
-        others = await self._ranks.all("faults_of_checkpoint", directory, [folder + name for name in files])
+        try:
+            found: list[list[str]] = await self._all("load", directory / part, files)
+            if not found[0]:
+                return
+            others = await self._ranks.all("faults_of_checkpoint", directory, [folder + name for name in files])
+        except TrainError as error:
+            if await asyncio.to_thread(directory.is_dir):
+                raise
+            raise damaged(directory, []) from error  # while it was read
         faults = faults_while_loading(directory, [folder + name for name in found[0]])
         raise damaged(directory, sorted([*faults, *(fault for share in others for fault in share)]))
 

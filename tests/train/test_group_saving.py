@@ -88,6 +88,25 @@ def test_checkpoints_written_beside_updates_hold_the_weights_before_them_also_fo
     run_with(continue_, Layout(ranks=1))
 
 
+def test_a_checkpoint_that_goes_while_the_ranks_read_it_is_not_there_any_more(run_with, tmp_path, monkeypatch):
+    """As an evaluation finds it, whose run goes on and deletes the checkpoint."""
+
+    def deleted(directory, part):
+        files = files_of_model(directory, part)
+        shutil.rmtree(directory)
+        return files
+
+    async def scenario(group, pids):
+        await update(group)
+        await group.save(1, {})
+        await group.saved(wait=True)
+        monkeypatch.setattr("moerl.train.group.files_of_model", deleted)
+        with pytest.raises(CheckpointError, match="step-000001 is not there any more: its run may be going on"):
+            await group.load()
+
+    run_with(scenario)
+
+
 def limit_file_size(pid, num_bytes):
     """From then on a write past it fails in that process, as on a full disk."""
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]))
