@@ -6,6 +6,7 @@ as text, and a content security policy admits no script but the page's own.
 
 import base64
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
@@ -45,8 +46,22 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         raise ReportError(f"{source} = empty: must hold at least one step. The run has not finished its first step; try again after it.")
     path = out if out is not None else run_dir / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_render(run_dir, rows), encoding="utf-8", errors="replace")
+    _replace(path, _render(run_dir, rows))
     return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """The page whole, or what was there: a disk may be full. What is no file, as /dev/stdout, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors="replace")
+        return
+    target = path.resolve()
+    beside = target.with_name(f".{target.name}.new")
+    try:
+        beside.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def report_finished(config: RunConfig) -> Path | None:

@@ -1,6 +1,9 @@
 import base64
 import hashlib
 import json
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
@@ -143,6 +146,32 @@ def test_a_run_that_is_still_going_can_be_shown(make_run):
     (run_dir / "config.yaml").unlink()
     page = page_of(write_report(run_dir, run_dir / "elsewhere" / "page.html"))
     assert page.data["charts"][0]["x"] == [1, 2, 3]
+
+
+def test_a_report_for_which_the_disk_has_no_room_leaves_the_one_before(make_run):
+    run_dir = make_run()
+    before = write_report(run_dir).read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_report(run_dir)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (run_dir / "report.html").read_text() == before
+    assert not list(run_dir.glob(".report*"))
+
+
+def test_a_report_goes_through_links_and_into_what_is_no_file(make_run, tmp_path):
+    run_dir, link, pipe = make_run(), tmp_path / "link.html", tmp_path / "pipe"
+    (tmp_path / "page.html").touch()
+    link.symlink_to(tmp_path / "page.html")
+    write_report(run_dir, link)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(pipe.read_text)
+        write_report(run_dir, pipe)
+    assert read.result() == link.read_text() and link.is_symlink()
 
 
 def test_values_that_were_not_finite_leave_a_gap(make_run):
