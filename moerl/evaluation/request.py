@@ -84,7 +84,8 @@ def _add_imported(file: Path, folder: Path, found: set[Path]) -> None:
 
 def kind_of(directory: Path) -> Literal["run", "hf"] | None:
     """Kind of what lies there: a run's checkpoint, a Hugging Face folder, or neither."""
-    if directory.parent.is_dir() and directory.resolve() in complete(directory.resolve().parent):
+    # By the name that it has there, or that a link to it leads to.
+    if directory.is_dir() and any(path in complete(path.parent) for path in (directory.absolute(), directory.resolve())):
         return "run"
     return "hf" if (directory / "config.json").is_file() and not (directory / "checkpoints").is_dir() else None
 

@@ -16,6 +16,7 @@ from moerl.config.rules.run_rules import eval_problems
 from moerl.config.schema.data_config import _DataBase
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts
+from moerl.evaluation.request import kind_of
 from moerl.evaluation.results import keep_samples_of
 from moerl.evaluation.samples import num_alike, record_of
 from moerl.run import evaluate
@@ -103,6 +104,16 @@ def test_the_directory_of_a_run_is_answered_with_its_newest_checkpoint(tmp_path:
     newest = save(tmp_path / "run", 7, {})
     assert f"--checkpoint={newest}" in problems_of(DEMO, EVAL, directory=tmp_path / "run")["--checkpoint"]
     assert f"--checkpoint={newest}" in problems_of(DEMO, EVAL, directory=tmp_path / "run" / "checkpoints")["--checkpoint"]
+
+
+def test_links_to_a_checkpoint_and_in_place_of_one_are_taken_for_it(tmp_path: Path):
+    checkpoint = save(tmp_path / "run", 7, {})
+    (tmp_path / "best").symlink_to(checkpoint)
+    assert kind_of(checkpoint) == kind_of(tmp_path / "best") == "run"
+    checkpoint.rename(tmp_path / "archive")
+    checkpoint.symlink_to(tmp_path / "archive")
+    assert kind_of(checkpoint) == "run"
+    assert kind_of(tmp_path / "archive") is kind_of(tmp_path / "gone") is None
 
 
 def test_a_checkpoint_of_another_model_and_a_damaged_one_are_refused(tmp_path: Path):
