@@ -103,6 +103,10 @@ class _Parquet:
             return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
         except OverflowError as error:
             raise ValueError(f"holds a date, a time or a duration beyond those of Python: {error}") from error
+        except ValueError as error:  # whose text is of doubled fields, whatever it came from
+            if isinstance(error.__context__, KeyError):  # of pytz and of zoneinfo
+                raise ValueError(f"holds a time of a zone that this system does not know: {error.__context__}") from error
+            raise
 
     def row_number(self, index: int) -> int:
         return index + 1
