@@ -54,6 +54,7 @@ BROKEN = [
     ("minimax_m2", "quantization_config", {"quant_method": "fp8"}, "moerl convert SRC DST --dtype bfloat16"),
     ("qwen3_next", "attention_bias", True, "or to none"),
     ("qwen3_next", "mlp_only_layers", [0], "experts in every layer"),
+    ("qwen3_next", "num_experts_per_tok", 1, "at least 2"),
     ("qwen3_next", "layer_types", ["full_attention"] * 3, "for each of its 48 layers"),
     ("qwen3_next", "linear_num_value_heads", 24, "share key heads evenly"),
     ("deepseek_v32", "index_topk_freq", 4, "share one are not verified"),

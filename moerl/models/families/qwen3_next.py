@@ -17,6 +17,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     has_megatron,
     readable_weights,
+    several_softmax_experts,
 )
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
@@ -75,6 +76,8 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from experts_in_every_layer(hf)
     yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
+    if hf["norm_topk_prob"]:
+        yield from several_softmax_experts(hf)
     if not has_megatron("0.19", otherwise=True):
         reason = "gated delta nets of older versions refuse packed sequences, of which all batches consist"
         yield BrokenRule("needs megatron-core 0.19 or newer", reason, "Python 3.12 with the pins of constraints-py312.txt")
