@@ -13,11 +13,19 @@ _PLAIN_METHODS = ("apply_chat_template", "get_chat_template", "encode", "_encode
 
 
 def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError."""
+    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError, also for a config.json that transformers
+    does not take."""
     try:
-        return AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory), trust_remote_code=False)
+        config = read_transformers_config(directory)
     except MoerlError:
         raise
+    except Exception as error:  # transformers checks types of fields, and what else a class demands
+        reason = " ".join(str(error).split()) or type(error).__name__
+        fix = "a config.json as transformers would write it: 1.0 where it wants a float"
+        found = Problem(path="model", value=str(directory), rule="must have a config.json that transformers takes", reason=reason, fix=fix)
+        raise ConfigError([found]) from error
+    try:
+        return AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
     except Exception as error:  # tokenizers raise it itself
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"

@@ -46,3 +46,9 @@ def test_a_tokenizer_that_is_code_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="must have a tokenizer that can be read"):
         read_tokenizer(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_json_that_transformers_does_not_take_is_not_blamed_on_the_tokenizer(folder):
+    _add(folder / "config.json", rms_norm_eps="1e-6")
+    with pytest.raises(ConfigError, match=r"(?s)must have a config.json that transformers takes.*rms_norm_eps.*got str"):
+        read_tokenizer(folder)
