@@ -15,10 +15,12 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "shared_expert_intermediate_size": (1, 2**22), "n_shared_experts": (1, 2**12), "first_k_dense_replace": (0, 10_000),
     "n_group": (1, 2**16), "topk_group": (1, 2**16), "qk_nope_head_dim": (1, 2**16), "qk_rope_head_dim": (1, 2**16),
     "v_head_dim": (1, 2**16), "index_n_heads": (1, 2**16), "index_head_dim": (1, 2**16), "index_topk": (1, 2**40),
+    "linear_conv_kernel_dim": (1, 2**16), "linear_key_head_dim": (1, 2**16), "linear_value_head_dim": (1, 2**16),
+    "linear_num_key_heads": (1, 2**16), "linear_num_value_heads": (1, 2**16), "full_attention_interval": (1, 10_000),
 }  # fmt: skip
 _OPTIONAL_SIZES: Mapping[str, tuple[int, int]] = {
     "num_key_value_heads": (1, 2**16), "head_dim": (1, 2**16), "q_lora_rank": (1, 2**20), "num_nextn_predict_layers": (0, 1000),
-    "sliding_window": (0, 2**40), "original_max_position_embeddings": (1, 2**40),
+    "sliding_window": (0, 2**40), "rotary_dim": (1, 2**16), "original_max_position_embeddings": (1, 2**40),
 }  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "initializer_range", "swiglu_limit", "partial_rotary_factor")
 _OF_ROPE = (
@@ -26,7 +28,7 @@ _OF_ROPE = (
     "partial_rotary_factor",
 )  # fmt: skip
 _SECTIONS = ("rope_scaling", "rope_parameters", "quantization_config")
-_LISTS = ("architectures", "layer_types", "mlp_only_layers")
+_LISTS = ("architectures", "layer_types", "mlp_only_layers", "mlp_layer_types", "indexer_types", "attn_type_list")
 _MOST_EXPERTS = 2**20
 """Experts of all layers together: more than forty times those of Kimi-K2. Each has names of its own."""
 
