@@ -227,10 +227,11 @@ def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
 
 
 def _unquantized(entries: Sequence[Entry]) -> list[str]:
-    """Modules of matrices without scales."""
+    """Modules of matrices, or stacks of them, without scales. A stack and its biases are parameters of the module of experts itself."""
     names = {entry.name for entry in entries}
-    matrices = [entry.name for entry in entries if len(entry.shape) == 2 and not entry.name.endswith(SCALE_SUFFIX)]
-    return [name.removesuffix(".weight") for name in matrices if name + SCALE_SUFFIX not in names]
+    matrices = [entry.name for entry in entries if len(entry.shape) in (2, 3) and not entry.name.endswith(SCALE_SUFFIX)]
+    modules = [name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in matrices]
+    return list(dict.fromkeys(module for name, module in zip(matrices, modules, strict=True) if name + SCALE_SUFFIX not in names))
 
 
 def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, carried: Sequence[str], *, dry_run: bool) -> str:

@@ -70,6 +70,10 @@ def _refuse_invisible(hf: Mapping[str, Any]) -> None:
             f"it has windows (sliding_window={hf.get('sliding_window')!r}), which moerl builds for its own families alone; "
             "sliding_window=null in config.json, if contexts fit into the window"
         )
+    if hf.get("clip_qkv") is not None:
+        raise CheckpointError(
+            f"it clips queries, keys and values (clip_qkv={hf['clip_qkv']!r}), which Megatron does not; those of a tiny model may stay below"
+        )
     if hf.get("num_nextn_predict_layers"):
         raise CheckpointError("it has layers of multi-token prediction, which Megatron-Bridge's registry does not name")
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from family_cases import write_case
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moerl.convert.conversion import Conversion, convert
@@ -87,3 +89,15 @@ def test_values_and_exponents_that_do_not_fit_are_named(name, tensor, said, pack
 def test_what_mxfp4_cannot_become_at_once_is_refused_with_the_way_there(options, fix, packed, tmp_path):
     with pytest.raises(ConvertError, match=fix):
         convert(Conversion(source=packed, target=tmp_path / "out", **options), dry_run=False)
+
+
+def test_fp8_of_plain_stacks_says_that_experts_stay_as_they_are(tmp_path):
+    """transformers would replace them by experts in FP8, which have no biases."""
+    convert(Conversion(source=write_case("gpt_oss", tmp_path), target=tmp_path / "fp8", dtype="fp8"), dry_run=False)
+    kept = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.0.mlp.experts" in kept and "lm_head" in kept
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "fp8"))
+    replaced = replace_with_fp8_linear(model, kept, FineGrainedFP8Config(modules_to_not_convert=kept)).model.layers[0]
+    assert type(replaced.mlp.experts).__name__ == "GptOssExperts"
+    assert type(replaced.self_attn.q_proj).__name__ == "FP8Linear"
