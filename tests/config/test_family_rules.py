@@ -88,6 +88,16 @@ def test_layers_that_an_older_megatron_has_not_are_refused_with_where_to_find_th
     assert "constraints-py312.txt" in broken.fix
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])
+def test_values_wider_than_queries_are_refused_where_megatron_would_cut_them(name, monkeypatch):
+    wide = PUBLISHED["kimi_k2"] | {"v_head_dim": 256}
+    monkeypatch.setattr(family_checks, "version", lambda _: "0.16.1")
+    assert list(FAMILIES[name].broken_rules(wide)) == []
+    monkeypatch.setattr(family_checks, "version", lambda _: "0.19.2")
+    (broken,) = FAMILIES[name].broken_rules(wide)
+    assert broken.rule == "needs v_head_dim of at most 192 with megatron-core 0.19"
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_breaks_no_rule(name):
     assert list(FAMILIES[name].broken_rules(PUBLISHED[name])) == []

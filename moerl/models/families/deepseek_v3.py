@@ -92,6 +92,9 @@ _FIXED: Fixed = {
 def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, _EPS)
     yield from latent_rules(hf)
+    if hf["v_head_dim"] > (width := hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]) and has_megatron("0.19", otherwise=False):
+        reason = "with packed sequences this version of Megatron pads values to the width of queries, and cuts wider ones"
+        yield BrokenRule(f"needs v_head_dim of at most {width} with megatron-core 0.19", reason, "megatron-core 0.16.1")
 
 
 def latent_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
