@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.models.families.parts.config_fields import broken_fields
 from moerl.models.families.parts.family import Rule, Served
+from moerl.models.families.parts.rope import rope_parameters
 from moerl.models.opened_families import Opened, remember
 from moerl.train import rank_imports
 from moerl.train.engine_settings import EngineSettings
@@ -70,9 +71,11 @@ def _refuse_invisible(hf: Mapping[str, Any]) -> None:
             f"it has windows (sliding_window={hf.get('sliding_window')!r}), which moerl builds for its own families alone; "
             "sliding_window=null in config.json, if contexts fit into the window"
         )
+    if (kind := rope_parameters(hf)["rope_type"]) in ("dynamic", "longrope"):
+        raise CheckpointError(f"its rotary embedding is another one in longer sequences (rope_type={kind!r}), which moerl does not build")
     if hf.get("clip_qkv") is not None:
         raise CheckpointError(
-            f"it clips queries, keys and values (clip_qkv={hf['clip_qkv']!r}), which Megatron does not; those of a tiny model may stay below"
+            f"it clips queries, keys and values (clip_qkv={hf['clip_qkv']!r}), which Megatron does not; a tiny model may stay below"
         )
     if hf.get("num_nextn_predict_layers"):
         raise CheckpointError("it has layers of multi-token prediction, which Megatron-Bridge's registry does not name")

@@ -94,6 +94,12 @@ def test_the_planner_counts_the_parameters_that_transformers_has(name, directori
     [
         pytest.param("mistral", {"sliding_window": 4096}, "sliding_window=null", marks=pytest.mark.matrix),
         ("mistral", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "differ from transformers' by up to"),
+        pytest.param(
+            "mistral",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 4096},
+            "another one in longer sequences",
+            marks=pytest.mark.matrix,
+        ),
         ("olmoe", {"norm_topk_prob": True}, "differ from transformers' by up to"),
         pytest.param("olmoe", {"clip_qkv": 12.0}, "clips queries", marks=pytest.mark.matrix),
         pytest.param(

@@ -53,7 +53,7 @@ def _rules(hf: Mapping[str, Any], *, turns_neighbours: bool) -> Iterator[BrokenR
         yield BrokenRule("needs megatron-core 0.19 or newer", reason, "Python 3.12 with the pins of constraints-py312.txt")
     if hf["q_lora_rank"] is None:
         yield BrokenRule("needs q_lora_rank", "the indexers take the compressed queries", "a published model of this type")
-    kinds = {*(hf.get("index_topk_pattern") or ""), *(hf.get("indexer_types") or ())}  # a pattern may be a text of letters or a list of names
+    kinds = {*(hf.get("index_topk_pattern") or ""), *(hf.get("indexer_types") or ())}  # the former: letters, or a list of names
     if hf.get("index_topk_freq", 1) != 1 or kinds & {"S", "shared"}:
         reason = "the family's table has an indexer in every layer; layers that share one are not verified"
         yield BrokenRule("must not share indexers between layers in config.json", reason, "a model with index_topk_freq=1")
