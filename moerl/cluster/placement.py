@@ -14,6 +14,9 @@ from moerl.config.derive.gpu_map import MappedGPU, gpu_map
 from moerl.config.schema.run_config import PlacementConfig, RunConfig
 from moerl.types.errors import ConfigError, Problem, problem
 
+_FREE_SECONDS = 30.0
+"""For the GPUs of a run that has just ended to be free again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
@@ -112,10 +115,20 @@ def _too_few_gpus(node: Node, needed: int) -> Problem:
 
 
 def _gpu_ids(nodes: Sequence[Node]) -> Mapping[str, list[str]]:
-    """By node, what CUDA calls its GPUs: a job may have been given some of them only."""
+    """By node, what CUDA calls its GPUs: a job may have been given some of them only. ConfigError where others of the cluster hold some."""
     task = ray.remote(num_cpus=0)(_visible)
     calls = [task.options(num_gpus=node.num_gpus, scheduling_strategy=only_on(node.id)).remote() for node in nodes]
+    _, waiting = ray.wait(calls, num_returns=len(calls), timeout=_FREE_SECONDS)
+    if waiting:
+        raise ConfigError([_held([node for node, call in zip(nodes, calls, strict=True) if call in waiting])])
     return {node.id: ids for node, ids in zip(nodes, ray.get(calls), strict=True)}
+
+
+def _held(nodes: Sequence[Node]) -> Problem:
+    counts = ", ".join(f"{node.name} ({node.num_gpus} GPUs)" for node in nodes)
+    reason = f"not all GPUs became free within {_FREE_SECONDS:g} s on {counts}: Ray has given some to other jobs, and a run takes whole nodes"
+    fix = "end what holds them (ray status, ray list actors), wait for it, or start a Ray cluster for this run"
+    return problem("placement.device", "auto", "needs GPUs that nobody else has", reason, fix)
 
 
 def _visible() -> list[Any]:

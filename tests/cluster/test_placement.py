@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import ray
 
+from moerl.cluster import placement as placement_module
 from moerl.cluster.placement import Node, _nodes, find_placement
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.load import load
@@ -120,3 +121,19 @@ def test_missing_and_small_nodes_are_named():
     alive = [node("gpu1"), node("gpu2", num_gpus=7)]
     with pytest.raises(ConfigError, match=r"placement.nodes = 2: must be there.*\n.*1 nodes with 8 GPUs: gpu1; too small: gpu2 \(7 GPUs\)"):
         _nodes(PlacementConfig(nodes=2, gpus_per_node=8), alive, "id-gpu1")
+
+
+def test_gpus_that_another_job_of_the_cluster_holds_are_told_and_not_waited_for_without_end(config, monkeypatch):
+    monkeypatch.setattr(placement_module, "_FREE_SECONDS", 1.0)
+    holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
+    ray.get(holder.__ray_ready__.remote())
+    try:
+        with pytest.raises(ConfigError, match=r"needs GPUs that nobody else has\n.*within 1 s on .* \(4 GPUs\)"):
+            find_placement(on(config))
+    finally:
+        ray.kill(holder)
+    assert gpus(find_placement(on(config)).ranks) == [("4",), ("5",)]
+
+
+class Holder:
+    """An actor of somebody else's."""
