@@ -75,7 +75,8 @@ def read_nccl_files(environment: Mapping[str, str], root: Path = Path("/")) -> d
     `root`: of the file system, for tests."""
     own = environment.get("NCCL_CONF_FILE", "")
     found: dict[str, Path] = {}
-    for file in (Path(own) if own else Path.home() / ".nccl.conf", root / "etc/nccl.conf"):
+    # Not Path.home(), which raises for a user whom nobody has listed and who has no HOME.
+    for file in (Path(own or os.path.expanduser("~/.nccl.conf")), root / "etc/nccl.conf"):
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError:

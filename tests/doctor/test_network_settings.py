@@ -1,6 +1,7 @@
 """What NCCL and gloo are told of a node's links, for every kind of node, and who has the last word."""
 
 import os
+import pwd
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,12 @@ def test_the_environment_wins_over_detection_and_is_said():
     found = settings(environment={"NCCL_IB_HCA": "=mlx5_1", "NCCL_SOCKET_IFNAME": "eno1"})
     assert not {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"} & set(variables(found))
     assert reason(found, "NCCL_IB_HCA") == "the environment has NCCL_IB_HCA==mlx5_1, which is kept"
+
+
+def test_a_user_without_a_home_whom_nobody_has_listed_has_no_file_of_nccls(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError, as for a number that no file has
+    assert read_nccl_files({}, tmp_path) == {}
 
 
 def test_what_nccl_reads_from_its_files_is_not_overruled_by_detection(tmp_path, monkeypatch):
