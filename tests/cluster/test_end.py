@@ -79,3 +79,10 @@ def test_a_node_without_the_driver_asks_the_head_node(tmp_path: Path, driver):
 
 def test_without_ray_nothing_is_waited_for(tmp_path: Path):
     assert end_run_at_head(tmp_path, 30.0, "127.0.0.1:1").startswith("no Ray at 127.0.0.1:1")
+    assert "Name or service" not in end_run_at_head(tmp_path, 30.0, "[::1]:1")
+
+
+@pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:port"])
+def test_an_address_that_is_none_is_refused(tmp_path, address):
+    with pytest.raises(CommandError, match="must be HOST:PORT"):
+        end_run_at_head(tmp_path, 30.0, address)
