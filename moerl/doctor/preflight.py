@@ -132,7 +132,7 @@ def examine_nodes(expected: Expectations, *, seconds: float, measures: bool) -> 
 
     A job that has brought up its Ray is examined through it: RAY_ADDRESS counts more than the step around it.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") or None  # an empty one is none, as for a run
     slurm = slurm_step(os.environ) if address is None else None
     if slurm is not None and slurm.index > 0:
         join_slurm(slurm, expected, seconds)

@@ -118,13 +118,18 @@ def join_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> None:
 
 @contextmanager
 def on_ray(address: str, expected: Expectations, seconds: float) -> Iterator[Launched]:
-    """A task on every node of the cluster at `address`, with all GPUs of the node."""
+    """A task on every node of the cluster at `address`, with all GPUs of the node. MoerlError if it cannot be joined."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
+    from moerl.cluster.forks.local_ray import CONNECT_SECONDS, TOKENS, cannot_join, require_listener
     from moerl.cluster.ray_nodes import only_on
 
-    ray.init(address, log_to_driver=False, logging_level="ERROR")
+    require_listener(address, min(seconds, CONNECT_SECONDS))
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:
+        raise cannot_join(address, f"{error}; {TOKENS}") from error
     try:
         alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
         names = _names([node["NodeName"] for node in alive])

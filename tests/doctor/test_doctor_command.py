@@ -219,3 +219,15 @@ def test_no_end_of_a_path_is_lost_in_a_narrow_table():
     printed = console.file.getvalue()
     assert "/run-end" in printed
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+
+
+def test_a_cluster_that_is_not_there_is_told_within_seconds(doctor, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    done = doctor("--no-measure", "--deadline", 1)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("moerl: RAY_ADDRESS = 127.0.0.1:1: the Ray cluster there cannot be joined: nothing answers there")
+
+
+def test_an_empty_ray_address_is_none(doctor, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert "Traceback" not in doctor("--no-measure").stderr

@@ -33,14 +33,14 @@ _NUM_TRIES = 3
 _SPARE_SECONDS = 5.0
 """After the deadline, for Ray's own word."""
 _DAEMONS = ("gcs_server", "raylet")
-_CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 _SOCKET_PATH = 107
 """Bytes of a socket's path, at most (unix(7))."""
 _RUN = threading.Lock()
 """Held by the run of this process that has Ray: a process is in one cluster."""
 _had_ray: int | None = None
 """The process in which a run of this program has had Ray."""
-_TOKENS = "a cluster with a token answers only those that have it (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
+TOKENS = "a cluster with a token answers only those that have it (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN)"
 """Reason, perhaps, why a cluster cannot be joined: Ray's own words do not name it."""
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
@@ -128,8 +128,8 @@ def _make_token() -> None:
 def _start(seconds: float, others: Collection[int]) -> None:
     address, deadline = os.environ.get("RAY_ADDRESS"), time.monotonic() + seconds
     if address:
-        _require_listener(address, min(seconds, _CONNECT_SECONDS))
-        late = _cannot_join(address, f"it does not answer within deadlines.start_seconds = {seconds:g}")
+        require_listener(address, min(seconds, CONNECT_SECONDS))
+        late = cannot_join(address, f"it does not answer within deadlines.start_seconds = {seconds:g}")
     else:
         _require_folder(_folder())
         _make_token()
@@ -145,17 +145,18 @@ def _start(seconds: float, others: Collection[int]) -> None:
             ray.shutdown()
             kill_all(others)
             if address:
-                raise _cannot_join(address, f"{error}; {_TOKENS}") from error
+                raise cannot_join(address, f"{error}; {TOKENS}") from error
             if number == _NUM_TRIES or time.monotonic() > deadline:
                 raise _did_not_start(seconds, number, error) from error
             logger.warning("Ray did not start, and is started again: %s", error)
 
 
-def _cannot_join(address: str, reason: str) -> MoerlError:
+def cannot_join(address: str, reason: str) -> MoerlError:
+    """Error of whoever was to join it."""
     return MoerlError(f"RAY_ADDRESS = {address}: the Ray cluster there cannot be joined: {reason}")
 
 
-def _require_listener(address: str, seconds: float) -> None:
+def require_listener(address: str, seconds: float) -> None:
     """Raises MoerlError if nothing listens there. Ray itself would ask again and again, for minutes and without a word."""
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not port.isdecimal():
@@ -167,7 +168,7 @@ def _require_listener(address: str, seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise _cannot_join(address, f"nothing answers there: {error}; does the node with Ray's head run?") from error
+                raise cannot_join(address, f"nothing answers there: {error}; does the node with Ray's head run?") from error
             time.sleep(0.2)
 
 
