@@ -12,6 +12,7 @@ LOST = (RayActorError, ActorUnschedulableError, OutOfMemoryError)
 """A call to an actor ends with one of them when its process is gone, or the node that it is to be on."""
 
 _PID = re.compile(r"^\s*pid: (?P<pid>\d+)$", re.MULTILINE)
+_LOST_NODE = re.compile(r"died because its node has died\..*?the actor's node was (?P<why>[^\n]+)", re.DOTALL)
 _NODE = re.compile(r"Memory on the node \(IP: (?P<node>[^,)]+).*?\) was (?P<used>[\d.]+GB) used / (?P<limit>[\d.]+GB)")
 _THRESHOLD = re.compile(r"exceeded threshold of \d+B \((?P<share>[\d.]+%)")
 _KILLED = re.compile(
@@ -24,6 +25,12 @@ _MOST_USERS, _COMMAND_LENGTH = 3, 60
 def was_killed(error: BaseException) -> bool:
     """By a signal, for memory, or by a crash: not by an exception of its own."""
     return isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and not error.actor_init_failed)
+
+
+def lost_node(error: BaseException) -> str | None:
+    """Ray's word on how the node of the actor was lost; None: that is not why it is gone."""
+    found = _LOST_NODE.search(str(error))
+    return None if found is None else found["why"]
 
 
 def pid_of(error: RayActorError) -> str:

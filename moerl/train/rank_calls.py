@@ -15,7 +15,7 @@ from typing import Any
 from ray.exceptions import OutOfMemoryError, RayError
 
 from moerl.cluster.error_texts import headline, is_consequence
-from moerl.cluster.lost_actors import memory_report, was_killed
+from moerl.cluster.lost_actors import LOST, lost_node, memory_report, was_killed
 from moerl.cluster.ray_nodes import on_node
 from moerl.config.schema.deadlines import DeadlineConfig, Phase
 from moerl.hangs.examine import kill, memory_kills
@@ -145,14 +145,14 @@ class RankCalls:
     async def _find_awaited(self, phase: Phase, calls: Calls, failures: Iterable[BaseException], seconds: float) -> None:
         """HangError if the others, near the deadline, gave up to wait for ranks that still say nothing."""
         is_open = any(not call.done() for call in calls.values())
-        if is_open and seconds > self._deadlines.of(phase) / 2 and all(map(is_consequence, failures)):
+        if is_open and seconds > self._deadlines.of(phase) / 2 and all(map(_lost_another, failures)):
             await self._find_hung(phase)
             if self._hung.done():
                 raise self._hung.result()
 
     async def _cause(self, verb: str, failures: Mapping[int, BaseException]) -> BaseException:
         """The first failure that is not a consequence of another; a MoerlError of a rank as it is. `failures` in the order they arrived."""
-        rank, error = min(failures.items(), key=lambda item: is_consequence(item[1]))
+        rank, error = min(failures.items(), key=lambda item: _lost_another(item[1]))
         others = {other: failure for other, failure in failures.items() if other != rank}
         origin = self._origin(rank, verb, _details(rank, error, others))
         cause = getattr(error, "cause", None)
@@ -178,10 +178,17 @@ class RankCalls:
             return headline(str(error))
         if isinstance(error, OutOfMemoryError):
             return [f"    {line}" for line in memory_report(error)]
+        if (why := lost_node(error)) is not None:
+            return [f"    Ray has lost its node, which was {why}", "    the node was killed or cut off, or it stands still, with the rank on it"]
         place = self._places[rank] if self._places else None
         if place is None:
             return str(error).splitlines()
         return [f"    its process {place.process.pid} died without a Python error", *_crash(place.log), *await _memory(place)]
+
+
+def _lost_another(error: BaseException) -> bool:
+    """A sign of another rank's failure; not Ray's word that this one is gone, which tells of closed connections too."""
+    return not isinstance(error, LOST) and is_consequence(error)
 
 
 async def _memory(place: RankPlace) -> list[str]:
@@ -190,7 +197,7 @@ async def _memory(place: RankPlace) -> list[str]:
     try:
         now = await on_node(place.node_id, memory_kills, place.memory_counter, seconds=_KILL_SECONDS)
     except (RayError, OSError) as error:
-        return [f"    its node does not answer: {error}"]
+        return [f"    its node does not answer: {str(error) or f'not within {_KILL_SECONDS:g} s'}"]
     if now is None or now == place.memory_kills:
         return []
     return [f"    the kernel killed {now - place.memory_kills} processes there for lack of memory, probably this one"]
@@ -209,7 +216,7 @@ def _crash(log: Path) -> list[str]:
 
 
 def _details(rank: int, error: BaseException, others: Mapping[int, BaseException]) -> str:
-    why = {other: " (it lost a peer)" if is_consequence(failure) else "" for other, failure in others.items()}
+    why = {other: " (it lost a peer)" if _lost_another(failure) else "" for other, failure in others.items()}
     after = (f"\nafter it failed rank {other}{why[other]}:\n{failure}" for other, failure in others.items())
     return "\n".join([f"rank {rank}:\n{error}", *after])
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from awake import awake
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from moerl.algorithms.columns import TokenLoss
 from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss
@@ -24,11 +26,13 @@ from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.progress import MICRO_BATCH, WORK, read_progress
 from moerl.train import rank_calls
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.group import MegatronTrainGroup
+from moerl.train.rank_calls import RankCalls
 from moerl.types.errors import CheckpointError, ConfigError, HangError, Origin, ResidencyError, StoreError, TrainError
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
@@ -338,6 +342,31 @@ def test_a_rank_that_may_open_no_more_files_ends_the_run_as_one_to_be_started_ag
         assert caught.value.exit_code == ExitCode.KILLED
 
     run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
+
+
+def test_a_rank_of_whose_node_ray_lost_the_connection_is_named_before_those_that_lost_it(tmp_path):
+    """Ray's words on it are those of a lost peer."""
+    unavailable = ActorUnavailableError("The actor is temporarily unavailable: RpcError: RPC error: Socket closed rpc_code: 14", b"1" * 16)
+    failures = {0: RuntimeError("Read error [127.0.0.1]:19332: Connection reset by peer"), 1: unavailable}
+
+    async def cause():
+        return await RankCalls([None, None], DeadlineConfig(), HangReports(tmp_path))._cause("update", failures)
+
+    found = asyncio.run(cause())
+    assert str(found).startswith("rank 1 of 2 failed in update") and str(found).endswith("after it failed: rank 0")
+    assert found.exit_code == ExitCode.KILLED
+
+
+def test_a_node_that_ray_has_lost_is_the_cause_and_not_a_kill_of_the_rank(tmp_path):
+    said = "The actor died because its node has died. Node Id: 16f6\n\tthe actor's node was terminated unexpectedly: health check failed"
+    lost = ActorDiedError(ActorDiedErrorContext(error_message=said, actor_id=b"1" * 16))
+
+    async def cause():
+        return await RankCalls([None], DeadlineConfig(), HangReports(tmp_path))._cause("update", {0: lost})
+
+    found = asyncio.run(cause())
+    assert "Ray has lost its node, which was terminated unexpectedly: health check failed" in str(found)
+    assert "signal 9" not in str(found) and found.exit_code == ExitCode.KILLED
 
 
 def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_is_recognised(run_with, monkeypatch):
