@@ -158,6 +158,8 @@ class _Node:
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
+            if _ENDS[self._signal] == ExitCode.QUEUE_AGAIN and self._is_stuck():
+                raise _stuck() from None
             raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
         except (_NodeLost, RayEnded) as lost:
             if self._place.index > 0:  # the first node hears of it, and decides
@@ -171,10 +173,7 @@ class _Node:
                 mark_again(self._marks)
             return ExitCode.QUEUE_AGAIN
         if code == ExitCode.QUEUE_AGAIN and self._is_stuck():
-            raise MoerlError(
-                "the job is not queued again: it was once before, and nothing was saved since. A step that hangs or is killed each "
-                "time, or start-up and one step longer than slurm.time, would come back for ever"
-            )
+            raise _stuck()
         return code
 
     def _is_stuck(self) -> bool:
@@ -293,6 +292,13 @@ class _Node:
 
     def _ray(self, address: str, token: str) -> RayNode:
         return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)
+
+
+def _stuck() -> MoerlError:
+    return MoerlError(
+        "the job is not queued again: it was once before, and nothing was saved since. A step that hangs or is killed each "
+        "time, or start-up and one step longer than slurm.time, would come back for ever"
+    )
 
 
 async def _start_moerl(cluster: str, *words: str) -> asyncio.subprocess.Process:

@@ -9,7 +9,7 @@ import pytest
 from moerl.config.load import load
 from moerl.slurm.allocation import AllocatedNode, JobPlace
 from moerl.slurm.job_node import _Node
-from moerl.types.errors import MoerlError
+from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.exit_codes import ExitCode
 
 
@@ -39,11 +39,19 @@ def handlers():
         signal.signal(number, handler)
 
 
-def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None = None) -> int:
+class Starting(Ended):
+    """A node that is told that its time is over before there is a driver."""
+
+    async def _lead(self, arguments):
+        signal.raise_signal(signal.SIGUSR1)
+        await asyncio.sleep(60)
+
+
+def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None = None, kind: type[Ended] = Ended) -> int:
     config = load(["recipe=grpo-tiny-moe-1n2g-sync", f"output_dir={tmp_path}"])
     facts = AllocatedNode(name="n0", gpus=(), num_cpus=1, versions={})
     place = JobPlace(job=job, index=0, names=("n0",))
-    node = Ended(config, place, facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None, evaluation=evaluation)
+    node = kind(config, place, facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None, evaluation=evaluation)
     node.saves = saves
     return asyncio.run(node.run([]))
 
@@ -62,3 +70,11 @@ def test_an_evaluation_that_gained_samples_is_queued_again(tmp_path: Path):
 def test_a_run_that_came_back_and_saved_nothing_is_not_queued_for_ever(tmp_path: Path):
     with pytest.raises(MoerlError, match="was saved since"):
         ended(tmp_path, "7-1", saves=False)
+
+
+def test_a_job_whose_time_is_over_before_it_trains_is_not_queued_for_ever(tmp_path: Path):
+    with pytest.raises(RunStopped) as first:
+        ended(tmp_path, "7-0", saves=False, kind=Starting)
+    assert first.value.exit_code == ExitCode.QUEUE_AGAIN
+    with pytest.raises(MoerlError, match="nothing was saved since"):
+        ended(tmp_path, "7-1", saves=False, kind=Starting)
