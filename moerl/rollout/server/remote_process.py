@@ -9,14 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, RayError
 
+from moerl.cluster.lost_actors import lost_node, was_killed
 from moerl.cluster.ray_nodes import only_on, reached_at
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.watched import WatchedProcess
 from moerl.hardware.network_settings import find_settings, variables
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.types.errors import EngineUnavailable, MoerlError
+from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,10 @@ class RemoteProcess:
             if self._owner is owner:  # not one that was started since
                 self._owner = None
             first = str(error).splitlines()[0]
-            raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error
+            gone = EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {lost_node(error) or first}")
+            if was_killed(error) or isinstance(error, ActorUnschedulableError):  # the node was there when the run chose it
+                gone.exit_code = ExitCode.KILLED
+            raise gone from error
         if failure is not None:
             raise failure
         return answer
