@@ -158,7 +158,9 @@ def end_run_at_head(run_dir: Path, seconds: float, address: str) -> str:
     """The same on the head node of the Ray cluster at `address` (HOST:PORT). Nothing is waited for if there is no Ray any more."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise CommandError([problem("--address", address, "must be HOST:PORT", "Ray's head listens there", "what RAY_ADDRESS is on its nodes")])
+        raise CommandError(
+            [problem("--address", address, "must be HOST:PORT", "Ray's head listens there", "what RAY_ADDRESS is on its nodes")]
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:

@@ -126,7 +126,9 @@ def _gpu_ids(nodes: Sequence[Node]) -> Mapping[str, list[str]]:
 
 def _held(nodes: Sequence[Node]) -> Problem:
     counts = ", ".join(f"{node.name} ({node.num_gpus} GPUs)" for node in nodes)
-    reason = f"not all GPUs became free within {_FREE_SECONDS:g} s on {counts}: Ray has given some to other jobs, and a run takes whole nodes"
+    reason = (
+        f"not all GPUs became free within {_FREE_SECONDS:g} s on {counts}: Ray has given some to other jobs, and a run takes whole nodes"
+    )
     fix = "end what holds them (ray status, ray list actors), wait for it, or start a Ray cluster for this run"
     return problem("placement.device", "auto", "needs GPUs that nobody else has", reason, fix)
 

@@ -14,6 +14,9 @@ from moerl.observe.records import replace_records
 from moerl.types.groups import Group, Sample
 from moerl.types.stored import fetch
 
+_FETCH_SECONDS = 60.0
+"""For the shown samples of a step to come, which are few."""
+
 
 class SampleDumps:
     """Dumps the run's first and last step and every `every`-th; 0 dumps none.
@@ -53,7 +56,7 @@ class SampleDumps:
     def _dump(self, version: int, groups: Sequence[Group]) -> None:
         path = self._directory / f"step-{version:06d}.jsonl"
         completions = [sample.completion for group in groups for sample in group.samples]
-        payloads = fetch([completion.payload for completion in completions])
+        payloads = fetch([completion.payload for completion in completions], seconds=_FETCH_SECONDS)
         replace_records(path, sample_records(version, groups, [payload.text for payload in payloads]))
         routes = {c.request_id: p.routes for c, p in zip(completions, payloads, strict=True) if p.routes is not None}
         if routes:

@@ -179,7 +179,10 @@ class RankCalls:
         if isinstance(error, OutOfMemoryError):
             return [f"    {line}" for line in memory_report(error)]
         if (why := lost_node(error)) is not None:
-            return [f"    Ray has lost its node, which was {why}", "    the node was killed or cut off, or it stands still, with the rank on it"]
+            return [
+                f"    Ray has lost its node, which was {why}",
+                "    the node was killed or cut off, or it stands still, with the rank on it",
+            ]
         place = self._places[rank] if self._places else None
         if place is None:
             return str(error).splitlines()

@@ -167,20 +167,23 @@ def keep(value: T) -> InStore[T]:
         ) from error
 
 
-def fetch(stored: Sequence[Stored[T]]) -> list[T]:
-    """In order; what is on other machines is fetched at the same time."""
+def fetch(stored: Sequence[Stored[T]], *, seconds: float | None = None) -> list[T]:
+    """In order; what is on other machines is fetched at the same time. `seconds`: StoreError after them; a node that stands still, and has
+    the samples, would else be waited for without end."""
     references = list({each.reference: None for each in stored if isinstance(each, InStore)})
-    fetched = dict(zip(references, _get(references), strict=True))
+    fetched = dict(zip(references, _get(references, seconds), strict=True))
     return [each.of(fetched[each.reference]) if isinstance(each, InStore) else each.get() for each in stored]
 
 
-def _get(references: Sequence[Any]) -> list[Any]:
+def _get(references: Sequence[Any], seconds: float | None = None) -> list[Any]:
     if not references:
         return []
     import ray
 
     try:
-        return list(ray.get(references))
+        return list(ray.get(references, timeout=seconds))
+    except ray.exceptions.GetTimeoutError as error:
+        raise StoreError(f"samples did not come within {seconds:g} s: the node that has them stands still, or is not reached") from error
     except ray.exceptions.ObjectLostError as error:
         lost = StoreError(
             f"samples were lost with the process that had received them ({type(error).__name__})\nThe newest checkpoint has everything to "

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -294,3 +295,11 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
         await other.close()
 
     run(scenario())
+
+
+def test_samples_of_a_node_that_stands_still_are_not_waited_for_without_end(collectors):
+    """As those that a run shows of its last step, when it ends since that node does not answer."""
+    silent = ray.remote(num_cpus=0)(lambda: time.sleep(60)).remote()
+    with pytest.raises(StoreError, match="did not come within 0.5 s: the node that has them stands still"):
+        fetch([InStore(silent)], seconds=0.5)
+    ray.cancel(silent, force=True)
