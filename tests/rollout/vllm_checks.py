@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Options, overrides
-from moerl.rollout.engines.vllm import vllm_cpu_fp8
+from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import vllm_arguments
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
@@ -211,6 +211,13 @@ def check_more_requests_than_a_context_has_tokens_fit_into_an_iteration():
         options = Options(model=Path(folder), max_context=32, max_running=256, prefill_chunk=16, **fixed)
         arguments = vllm_arguments(options)
     assert arguments.max_num_seqs == 256 <= arguments.max_num_batched_tokens
+
+
+def check_a_model_without_groups_of_heads_has_a_cache_for_every_head():
+    """Published folders of Llama leave num_key_value_heads out, or have it as null."""
+    model = {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 16}
+    written: list[dict[str, int | None]] = [{}, {"num_key_value_heads": None}, {"num_key_value_heads": 8}]
+    assert [vllm_cpu.cache_gib(model | groups, 2**18, 4) for groups in written] == [33, 33, 33]
 
 
 def check_weights_in_fp8_are_widened_by_pytorch_also_where_there_is_amx():

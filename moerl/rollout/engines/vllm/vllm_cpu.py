@@ -85,7 +85,8 @@ def cache_gib(model: Mapping[str, Any], num_positions: int, bytes_per_number: in
     if "kv_lora_rank" in model:
         numbers = model["kv_lora_rank"] + model["qk_rope_head_dim"]
     else:
-        numbers = 2 * model.get("num_key_value_heads", model["num_attention_heads"]) * _head_size(model)
+        groups = model.get("num_key_value_heads")  # null, or not written: each head has its own
+        numbers = 2 * (model["num_attention_heads"] if groups is None else groups) * _head_size(model)
     return 1 + numbers * model["num_hidden_layers"] * num_positions * bytes_per_number // 2**30
 
 
