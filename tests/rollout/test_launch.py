@@ -54,6 +54,14 @@ def test_every_field_of_a_layout_becomes_the_argument_that_the_table_names(launc
     assert {argument for setting, argument in names.items() if setting != "train.router_replay"} <= set(rendered)
 
 
+@pytest.mark.parametrize("mtp_tokens", [0, 3, 4, 16])
+def test_sglang_has_room_for_the_drafts_of_a_request_that_fills_the_context(mtp_tokens):
+    """It reserves the tokens of two passes that check drafts."""
+    given = options(ServerLayout(mtp_tokens=mtp_tokens))
+    rendered = sglang.arguments(given, sglang.TESTED)
+    assert rendered["context_length"] == sglang.positions_of_request(given) >= given.max_context + 2 * (mtp_tokens + 1)
+
+
 def test_nodes_of_a_server_differ_in_their_rank_alone():
     lines = [as_command_line(arguments("sglang", options(EVERYTHING, node_rank=rank))) for rank in (0, 1)]
     differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]

@@ -105,7 +105,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     if has_gpu:
         return own
     os.environ.update(sglang_cpu.environment(options.layout))
-    return sglang_cpu.ARGUMENTS | {"max_total_tokens": options.max_running * (options.max_context + sglang_launch.SPARE_POSITIONS)} | own
+    return sglang_cpu.ARGUMENTS | {"max_total_tokens": options.max_running * sglang_launch.positions_of_request(options)} | own
 
 
 def _parser() -> argparse.ArgumentParser:

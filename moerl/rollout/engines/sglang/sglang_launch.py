@@ -33,7 +33,7 @@ NAMES: dict[str, Names] = {
 }
 """Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
 
-SPARE_POSITIONS = 8
+_SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
 
 OVERRIDES = "json_model_override_args"
@@ -54,7 +54,7 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
     names, layout = names_of("sglang", NAMES, version), options.layout
     sizes = {
         "model.path": options.model,
-        "model.max_context": options.max_context + SPARE_POSITIONS,
+        "model.max_context": positions_of_request(options),
         "rollout.dtype": options.dtype,
         "rollout.max_running": options.max_running,
         "rollout.prefill_chunk": options.prefill_chunk * layout.dp,
@@ -62,6 +62,12 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
     }
     fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "skip_server_warmup": True, "sampling_backend": "pytorch"}
     return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
+
+
+def positions_of_request(options: Options) -> int:
+    """Positions that SGLang needs for a request of max_context tokens: it reserves the tokens of two passes that check drafts
+    (mem_cache/allocation_sizing.py), and refuses or ends a request that leaves no room for them."""
+    return options.max_context + max(_SPARE_POSITIONS, 2 * (options.layout.mtp_tokens + 1))
 
 
 def environment(options: Options) -> dict[str, str]:
