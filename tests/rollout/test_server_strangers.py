@@ -142,6 +142,18 @@ def test_a_connection_without_a_request_is_closed_and_one_of_the_run_is_kept(bes
     beside_server(use)
 
 
+def test_a_body_that_is_no_http_is_refused_without_a_traceback(beside_server, caplog):
+    async def use(secret, port):
+        text = b"POST /abort HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n"
+        reader, writer = await connect(port, text)
+        async with asyncio.timeout(SECONDS):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    beside_server(use)
+    assert {record.levelname for record in caplog.records if record.name == "uvicorn.error"} == {"WARNING"}
+
+
 def test_where_strangers_take_half_of_the_files_the_oldest_gives_way(beside_server, monkeypatch):
     monkeypatch.setattr(secret_gate, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(secret_gate.resource, "getrlimit", lambda _: (8, 8))

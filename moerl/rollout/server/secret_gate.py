@@ -60,6 +60,13 @@ class TimedConnection(H11Protocol):
         self._deadline.cancel()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. A request whose body it was ends too: its answer, after this one, would be a traceback in the log."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        super().send_400_response(msg)
+
     def _end_if_silent(self) -> None:
         if self.cycle is None:
             self.transport.abort()
