@@ -22,9 +22,13 @@ from moerl.types.errors import WeightError
 from moerl.types.routes import RouteShape
 
 DRAFTS = 3
-FAMILY = "deepseek_v3"
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (20, 4)]
-ENGINES = [pytest.param("sglang", marks=pytest.mark.matrix(turn=1)), pytest.param("vllm", marks=pytest.mark.matrix(turn=0))]
+KINDS = [
+    pytest.param("sglang-deepseek_v3", marks=pytest.mark.matrix(turn=1)),
+    pytest.param("vllm-deepseek_v3", marks=pytest.mark.matrix(turn=0)),
+    pytest.param("sglang-glm4_moe", marks=pytest.mark.matrix("sglang-glm4_moe")),  # caches keys and values of heads
+    pytest.param("vllm-glm4_moe", marks=pytest.mark.matrix("vllm-glm4_moe")),
+]
 
 pytestmark = pytest.mark.engine
 
@@ -38,11 +42,11 @@ class Drafting:
     returns_routes: bool
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=KINDS)
 def drafting(request, run, tmp_path_factory):
-    name, root = request.param, tmp_path_factory.mktemp(request.param)
-    checkpoint = write_family(FAMILY, root)
-    config = native_config(f"{name}-{FAMILY}", checkpoint, layout=ServerLayout(mtp_tokens=DRAFTS))
+    (name, family), root = request.param.split("-"), tmp_path_factory.mktemp(request.param)
+    checkpoint = write_family(family, root, num_nextn_predict_layers=1)
+    config = native_config(request.param, checkpoint, layout=ServerLayout(mtp_tokens=DRAFTS))
     config = replace(config, train=replace(config.train, mtp_loss=0.1))
     (engine,) = build_engines(config, checkpoint.directory, root, RunSecret.new())
     stored = load_file(checkpoint.directory / "model.safetensors")

@@ -4,6 +4,7 @@ attention over several new tokens of each request. On GPUs none of this is used.
 SGLang's own path for CPU takes the likeliest token whatever the temperature, and attention kernels that need AMX.
 """
 
+import ctypes
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu", "assign_extend_cache_locs_cpu", "fill_bonus_tokens_cpu", "fill_accept_out_cache_loc_cpu",
-    "build_tree_kernel_efficient_cpu", "verify_tree_greedy_cpu", "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu", "verify_tree_greedy_cpu", "assign_req_to_token_pool_cpu", "copy_all_layer_kv_cache_cpu",
 )  # fmt: skip
 """Functions of this module by the names that SGLang imports from sgl_kernel."""
 
@@ -183,3 +184,15 @@ def fill_bonus_tokens_cpu(accepted: torch.Tensor, lengths: torch.Tensor, out: to
 def fill_accept_out_cache_loc_cpu(accept_index: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
     found = places[accept_index[accept_index > -1].to(torch.int64)]
     out[: len(found)] = found
+
+
+# -- kernel for caches of heads' keys and values (sglang/kernels/ops/kvcache/cache_move.py), which latent attention has none of ----------
+
+
+def copy_all_layer_kv_cache_cpu(addresses: torch.Tensor, sizes: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor) -> None:
+    """Positions `sources` of every cache to its positions `targets`; SGLang does it once as it starts. `addresses`, `sizes`: of each cache,
+    and of a position in it, in bytes."""
+    for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True):
+        moved = [ctypes.string_at(address + size * source, size) for source in sources.tolist()]
+        for target, position in zip(targets.tolist(), moved, strict=True):
+            ctypes.memmove(address + size * target, position, size)
