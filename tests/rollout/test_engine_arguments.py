@@ -170,3 +170,16 @@ def test_engines_read_the_quantization_of_pushes_whatever_the_folder_has():
     kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     for model in (plain, quantized):
         assert overrides(model, ServerLayout(weights="fp8"))["quantization_config"] == FP8_BLOCKS | {"modules_to_not_convert": kept}
+
+
+@pytest.mark.parametrize(
+    ("changed", "rules"),
+    [
+        ({}, []),
+        ({"layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 7.0}, []),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["must be ['sliding_attention', 'full_attention']"]),
+        ({"swiglu_limit": 0.5}, ["must be 7.0"]),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_compute_otherwise_is_refused(changed, rules):
+    assert [found.rule for found in vllm_core._model_problems({"model_type": "gpt_oss", "num_hidden_layers": 2, **changed})] == rules

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from moerl.config.derive.model_shape import read_config
+from moerl.models.families.gpt_oss import layer_types
 from moerl.rollout.engines.argument_check import QuietParser, argument_problems, installed_version, version_problems
 from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
@@ -55,10 +56,22 @@ FAILED = "a step of the push failed: "
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
     if wrong := version_problems("vllm", PACKAGES, SUPPORTED):
         return wrong
-    if torch.cuda.is_available():
-        return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="vLLM")
-    problems = argument_problems(_parser(), arguments, own=OWN_ARGUMENTS | vllm_cpu.OWN_ARGUMENTS, engine="vLLM")
-    return problems if model is None else [*problems, *vllm_cpu.model_problems(model)]
+    has_gpu = torch.cuda.is_available()
+    problems = argument_problems(_parser(), arguments, own=OWN_ARGUMENTS | ({} if has_gpu else vllm_cpu.OWN_ARGUMENTS), engine="vLLM")
+    if model is None:
+        return problems
+    return [*problems, *_model_problems(model), *(() if has_gpu else vllm_cpu.model_problems(model))]
+
+
+def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:
+    """Fields of config.json that vLLM's gpt-oss has in its source (model_executor/models/gpt_oss.py, layers/activation.py)."""
+    if model.get("model_type") != "gpt_oss":
+        return
+    given = {"swiglu_limit": model.get("swiglu_limit", 7.0), "layer_types": layer_types(model)}
+    for name, fixed in {"swiglu_limit": 7.0, "layer_types": layer_types({**model, "layer_types": None})}.items():
+        if given[name] != fixed:
+            reason = "vLLM's gpt-oss takes this whatever config.json says, and would compute other log-probs than the trainer"
+            yield Problem(path="model", value=f"{name} = {given[name]}", rule=f"must be {fixed}", reason=reason, fix="rollout.engine=hf")
 
 
 def start(options: Options) -> "VLLMCore":
