@@ -47,6 +47,9 @@ BROKEN = [
     ("gpt_oss", "swiglu_alpha", 1.0, "quick_gelu"),
     ("gpt_oss", "rope_scaling", GPT_OSS_ROPE | {"mscale": 1.0}, "must not have mscale"),
     ("gpt_oss", "rope_scaling", {"type": "linear", "factor": 4.0}, "needs rope_type yarn"),
+    ("gpt_oss", "head_dim", None, "a number of its own"),
+    ("qwen3_next", "head_dim", None, "a number of its own"),
+    ("minimax_m2", "head_dim", None, "a number of its own"),
     ("minimax_m2", "qk_norm_type", "per_head", "of single heads they are another model"),
     ("minimax_m2", "attn_type_list", [1, 0] * 31, "linear attention"),
     ("minimax_m2", "shared_intermediate_size", 512, "no shared experts"),
@@ -250,3 +253,11 @@ def test_an_architecture_that_megatron_cannot_express_is_refused_with_what_it_la
     with pytest.raises(CheckpointError) as caught:
         find_family({"model_type": model_type})
     assert NOT_EXPRESSED[model_type] in str(caught.value)
+
+
+def test_a_dense_qwen3_says_how_wide_its_heads_are():
+    config = AutoConfig.for_model("qwen3").to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    assert not list(find_family(config).broken_rules(config))
+    del config["head_dim"]
+    [(rule, reason, _)] = find_family(config).broken_rules(config)
+    assert rule == "needs head_dim in config.json" and "a number of its own" in reason

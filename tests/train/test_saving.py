@@ -130,6 +130,22 @@ def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_p
     play(tmp_path, scenario)
 
 
+def test_a_checkpoint_is_complete_though_an_older_one_could_not_be_deleted(tmp_path):
+    async def scenario(saver, part):
+        part.writing.set()
+        for version in (1, 2, 3):
+            await saver.save(version, {})
+            if version == 3:
+                (tmp_path / "step-000001.old").write_text("in the way")
+            if version < 3:
+                await saver.saved(wait=True)
+        with pytest.raises(CheckpointError, match=rf"^checkpoint {tmp_path}/step-000003 is complete, but .*not be deleted\n.*step-000001"):
+            await saver.saved(wait=True)
+        assert checkpoint_dirs.newest(tmp_path).name == "step-000003"
+
+    play(tmp_path, scenario)
+
+
 def test_a_cancelled_wait_leaves_the_checkpoint_in_flight(tmp_path):
     async def scenario(saver, part):
         await saver.save(1, {})

@@ -131,7 +131,7 @@ def _start(seconds: float, others: Collection[int]) -> None:
         require_listener(address, min(seconds, CONNECT_SECONDS))
         late = cannot_join(address, f"it does not answer within deadlines.start_seconds = {seconds:g}")
     else:
-        _require_folder(_folder())
+        _require_folder(ray_folder())
         _make_token()
         late = _did_not_start(seconds, 1, TimeoutError("one of its processes hangs"))
     hung = f"moerl: {late}"  # without end Ray waits for a process of its own that hangs as it starts
@@ -172,7 +172,7 @@ def require_listener(address: str, seconds: float) -> None:
             time.sleep(0.2)
 
 
-def _folder() -> Path:
+def ray_folder() -> Path:
     """Folder of Ray's sockets and logs, as ray/_common/utils.py chooses it."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
@@ -191,9 +191,10 @@ def _require_folder(folder: Path) -> None:
 
 
 def _did_not_start(seconds: float, number: int, error: Exception) -> MoerlError:
+    logs = ray_folder() / "ray/session_latest/logs"
     said = MoerlError(
         f"deadlines.start_seconds = {seconds:g}: Ray did not start, tried {number} time{'s' if number > 1 else ''}: {error}\n"
-        f"    why: its processes ended, or this machine is too busy for them; their logs are in {_folder() / 'ray/session_latest/logs'}\n"
+        f"    why: its processes ended, or this machine is too busy for them; their logs are in {logs}\n"
         "    fix: the same command, when there is less to do; a larger deadlines.start_seconds if it was only slow"
     )
     said.exit_code = ExitCode.KILLED

@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_softmax_experts
+from moerl.models.families.parts.family_checks import (
+    SILU,
+    Fixed,
+    fixed_values,
+    readable_weights,
+    several_softmax_experts,
+    written_head_dim,
+)
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -65,6 +72,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from readable_weights(hf)
     yield from whole_heads(hf)
     yield from several_softmax_experts(hf)
+    yield from written_head_dim(hf)
     if (kind := rope_parameters(hf)["rope_type"]) != "yarn":
         yield BrokenRule(f"needs rope_type yarn in rope_scaling, not {kind!r}", "the family's table has no other", "a published gpt-oss")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):

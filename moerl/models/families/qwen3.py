@@ -12,6 +12,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
+    written_head_dim,
 )
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
@@ -43,13 +44,18 @@ def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from _common_rules(hf)
+    yield from written_head_dim(hf)
+
+
+def _common_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **NO_BIAS, **FULL_ATTENTION})
     yield from rope_rules(hf)
     yield from readable_weights(hf)
 
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    yield from _dense_rules(hf)
+    yield from _common_rules(hf)
     yield from experts_in_every_layer(hf)
     if hf["norm_topk_prob"]:
         yield from several_softmax_experts(hf)

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 
+from moerl.cluster.forks.local_ray import ray_folder
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.cluster.ray_nodes import only_on
 from moerl.cluster.run_secret import RunSecret
@@ -233,9 +234,10 @@ def _told(error: Exception) -> Exception:
 
 
 def _late(seconds: float, num_actors: int) -> StoreError:
+    logs = ray_folder() / "ray/session_latest/logs"
     late = StoreError(
         f"deadlines.start_seconds = {seconds:g}: not all of rollout.num_collectors = {num_actors} processes that receive completions have "
-        "started\n    why: Ray has not made them, or one of them hangs; their logs are in /tmp/ray/session_latest/logs\n"
+        f"started\n    why: Ray has not made them, or one of them hangs; their logs are in {logs}\n"
         "    fix: the same command goes on; a larger deadlines.start_seconds if they were only slow"
     )
     late.exit_code = ExitCode.KILLED

@@ -85,9 +85,16 @@ class CheckpointSaver:
                 files |= {f"{name}/{file}": entry for file, entry in written.items()}
             await asyncio.to_thread(checkpoint_dirs.commit, temporary, files, state, self._model, keep=self._keep)
         except (MoerlError, OSError) as error:
-            before = checkpoint_dirs.newest(self._root)
-            left = f"the newest complete one is {before}" if before is not None else "there is no complete one"
-            raise CheckpointError(f"checkpoint {temporary.with_suffix('')} could not be written; {left}\n{error}") from error
+            raise CheckpointError(f"{self._left(temporary.with_suffix(''))}\n{error}") from error
         end = time.perf_counter()
         blocked = (staged if self._in_background else end) - begun
         return SavedCheckpoint(version=state["version"], num_bytes=num_bytes, seconds=end - begun, blocked_seconds=blocked)
+
+    def _left(self, directory: Path) -> str:
+        """What a failure to write it has left."""
+        newest = checkpoint_dirs.newest(self._root)
+        if newest == directory:
+            return f"checkpoint {directory} is complete, but what it was to replace could not be deleted"
+        return f"checkpoint {directory} could not be written; " + (
+            f"the newest complete one is {newest}" if newest is not None else "there is no complete one"
+        )

@@ -26,6 +26,12 @@ def fixed_values(hf: Mapping[str, Any], fixed: Fixed) -> Iterator[BrokenRule]:
             yield BrokenRule(f"needs {name}={allowed[0]!r} in config.json, not {value!r}", reason, "another model of this type")
 
 
+def written_head_dim(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    if hf.get("head_dim") is None:
+        reason = "transformers has a number of its own for this type where none is written, whatever hidden_size is"
+        yield BrokenRule("needs head_dim in config.json", reason, "the one that the weights have: rows of k_proj / num_key_value_heads")
+
+
 def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
     """Whether weights are stored as DeepSeek-V3's, in blocks of 128 x 128 with a scale each (moerl/models/fp8_blocks.py)."""
     quantization = hf.get("quantization_config") or {}
