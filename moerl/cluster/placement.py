@@ -15,7 +15,7 @@ from moerl.config.schema.run_config import PlacementConfig, RunConfig
 from moerl.types.errors import ConfigError, Problem, problem
 
 _FREE_SECONDS = 30.0
-"""For the GPUs of a run that has just ended to be free again."""
+"""Time for the GPUs of a run that has just ended to be free again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from moerl.types.groups import Group, Sample
 from moerl.types.stored import fetch
 
 _FETCH_SECONDS = 60.0
-"""For the shown samples of a step to come, which are few."""
+"""Time for the shown samples of a step to come, which are few."""
 
 
 class SampleDumps:

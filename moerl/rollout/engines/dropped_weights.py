@@ -64,7 +64,7 @@ def live_tensors() -> Iterator[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """What tracing and compilation leave behind has none, and raises when it is asked."""
+    """False for leftovers of tracing and compilation, which raise when they are asked."""
     try:
         memory_of(tensor)
     except (RuntimeError, ValueError):

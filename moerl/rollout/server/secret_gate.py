@@ -61,7 +61,7 @@ class TimedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP. A request whose body it was ends too: its answer, after this one, would be a traceback in the log."""
+        """Answer to what is no HTTP. A request whose body it was ends too: its answer, after this one, would be a traceback in the log."""
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

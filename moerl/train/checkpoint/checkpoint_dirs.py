@@ -95,7 +95,7 @@ def _delete(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Of one that was moved to another disk the link alone: what it leads to is somebody's archive."""
+    """Deletes it; of one that was moved to another disk the link alone: what it leads to is somebody's archive."""
     if directory.is_symlink():
         directory.unlink()
     else:

@@ -91,7 +91,7 @@ class CheckpointSaver:
         return SavedCheckpoint(version=state["version"], num_bytes=num_bytes, seconds=end - begun, blocked_seconds=blocked)
 
     def _left(self, directory: Path) -> str:
-        """What a failure to write it has left."""
+        """State after a failure to write it, for people."""
         newest = checkpoint_dirs.newest(self._root)
         if newest == directory:
             return f"checkpoint {directory} is complete, but what it was to replace could not be deleted"
