@@ -217,6 +217,8 @@ class StoredCompletion:
     streams: frozenset[Stream] = frozenset()
     """Components of the loss that its payload has weights for."""
     drafts: DraftCounts = field(default=DraftCounts(), compare=False)
+    met_push: bool = False
+    """Its server got weights while it had the request: keys and values of the prompt may be of those before, whatever the spans say."""
 
     @property
     def num_observed(self) -> int:

@@ -235,6 +235,42 @@ def test_a_pool_needs_a_server():
         RolloutPool([], max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=1)
 
 
+class Pushing:
+    """A collector during whose first answer weights are pushed to the server that is asked."""
+
+    def __init__(self):
+        self.pool, self.asked = None, 0
+
+    async def start(self): ...
+
+    async def close(self): ...
+
+    async def ask(self, engine, request, so_far):
+        if self.asked == 0:
+            self.pool.fleet.served(self.pool.fleet.members)
+        self.asked += 1
+        completion = Completion(
+            request_id=request.request_id, token_ids=(5,), logprobs=(-1.0,), spans=(VersionSpan(version=1, num_tokens=1),),
+            finish_reason="length",
+        )  # fmt: skip
+        payload = Payload.of(request.prompt_ids, completion, "")
+        return Answer(completion=StoredCompletion.of(completion, payload, Here(payload)), text="")
+
+
+def test_a_completion_says_whether_weights_came_while_its_server_had_it(run, engines):
+    """One span does not: the push may have come between two chunks of the prompt."""
+    collector = Pushing()
+    collector.pool = pool = RolloutPool(engines, max_running=1, max_queued=0, collector=collector, request_seconds=30)
+
+    async def scenario():
+        await pool.start()
+        pool.fleet.served(pool.fleet.members)
+        return [(await pool.generate(PROMPT, SAMPLING, name)).completion.met_push for name in ("during", "after")]
+
+    assert run(scenario()) == [True, False]
+    run(pool.close())
+
+
 class Scripted:
     """A collector whose answers are given: (finish reason, nonce of each part so far, tokens of each)."""
 

@@ -100,6 +100,16 @@ def test_a_sample_of_several_segments_has_their_credit_in_each_and_tools_none():
     assert only.num_responses_from(3) == 2
 
 
+@pytest.mark.parametrize(("recomputes", "server"), [(False, -1), (True, 0)])
+def test_tokens_after_a_prompt_that_met_a_push_are_compared_only_if_it_was_computed_anew(recomputes, server):
+    """Of keys and values of two versions no log-probs are known."""
+    sample = make_sample([1, 2], 1)
+    completion = replace(sample.completion, spans=(VersionSpan(version=2, num_tokens=2, push_id="p"),), met_push=True)
+    groups = [make_group(replace(sample, completion=completion), make_sample([8], 0.0))]
+    stored = build_batch(groups, GRPO, servers={"p": 0}, recomputes=recomputes)
+    assert stored.fresh[0].tolist() == [server, 2 if recomputes else 0]
+
+
 def test_the_age_of_a_token_stands_at_the_tokens_that_the_policy_produced():
     groups = [make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))]
     batch = laid_out(with_proximal(build_batch(groups, GRPO), groups, GRPO, 3))

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from moerl.hangs.hang_reports import HangReports
@@ -148,6 +149,7 @@ class RolloutPool:
     async def _generate(self, request: GenerateRequest, claim: Claim, asked: list[Member]) -> Answer:
         """`asked` gets the server while it is asked."""
         so_far: StoredCompletion | None = None
+        met_push = False
         num_lost = 0
         while True:
             asked.clear()
@@ -168,8 +170,9 @@ class RolloutPool:
             if lie := self.fleet.false_span(answer.completion.spans, member if has_more else None):
                 self.fleet.retire(member, EngineError(f"{member.name}: {request.request_id}: {lie}; its weights are not the trainer's"))
                 continue
+            met_push = met_push or member.num_turns != turn
             if answer.completion.finish_reason != "abort":
-                return answer
+                return replace(answer, completion=replace(answer.completion, met_push=met_push))
             if self._resumes:
                 so_far = answer.completion
                 self.num_resumed += 1

@@ -54,7 +54,7 @@ def build_batch(
         observed_lengths=observed,
         streams=frozenset().union(*(each.streams for each in completions)),
         starts=np.concatenate([[0], np.cumsum(prompts + responses + observed)[:-1]]).astype(np.int64),
-        fresh=np.array([_fresh(completion.spans, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
+        fresh=np.array([_fresh(completion, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
         routes=routes,
     )
 
@@ -144,9 +144,11 @@ def _column(stored: Stored[np.ndarray] | str | None, is_response_T: np.ndarray) 
     return stored.get()[is_response_T].astype(np.float64) if isinstance(stored, Stored) else None
 
 
-def _fresh(spans: Sequence[VersionSpan], servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
-    """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same."""
-    is_fresh = spans[-1].push_id in servers and (recomputes or len(spans) == 1)
+def _fresh(completion: StoredCompletion, servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
+    """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same. A push may
+    also have come between two chunks of the prompt."""
+    spans = completion.spans
+    is_fresh = spans[-1].push_id in servers and (recomputes or (len(spans) == 1 and not completion.met_push))
     return (servers[spans[-1].push_id], spans[-1].num_tokens) if is_fresh else (-1, 0)
 
 
