@@ -110,6 +110,18 @@ def test_tokens_after_a_prompt_that_met_a_push_are_compared_only_if_it_was_compu
     assert stored.fresh[0].tolist() == [server, 2 if recomputes else 0]
 
 
+@pytest.mark.parametrize(("routes", "server"), [(None, 0), (RouteShape(num_layers=1, top_k=1, num_experts=2), -1)])
+def test_tokens_after_a_push_are_not_compared_where_the_trainer_replays_the_routes_of_those_before_it(routes, server):
+    """The server computed the tokens before anew, with routes of the new weights."""
+    sample = make_sample([1, 2, 3], 1)
+    spans = (VersionSpan(version=1, num_tokens=1, push_id="old"), VersionSpan(version=2, num_tokens=2, push_id="p"))
+    completion = replace(sample.completion, spans=spans, routes_bytes=1)
+    other = make_sample([8], 0.0)
+    groups = [make_group(replace(sample, completion=completion), replace(other, completion=replace(other.completion, routes_bytes=1)))]
+    stored = build_batch(groups, GRPO, routes, servers={"p": 0})
+    assert stored.fresh[0].tolist() == [server, 2 if server == 0 else 0]
+
+
 def test_the_age_of_a_token_stands_at_the_tokens_that_the_policy_produced():
     groups = [make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))]
     batch = laid_out(with_proximal(build_batch(groups, GRPO), groups, GRPO, 3))

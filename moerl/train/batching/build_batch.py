@@ -54,7 +54,7 @@ def build_batch(
         observed_lengths=observed,
         streams=frozenset().union(*(each.streams for each in completions)),
         starts=np.concatenate([[0], np.cumsum(prompts + responses + observed)[:-1]]).astype(np.int64),
-        fresh=np.array([_fresh(completion, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
+        fresh=np.array([_fresh(each, servers, recomputes=recomputes, replays=routes is not None) for each in completions], dtype=np.int64),
         routes=routes,
     )
 
@@ -144,11 +144,13 @@ def _column(stored: Stored[np.ndarray] | str | None, is_response_T: np.ndarray) 
     return stored.get()[is_response_T].astype(np.float64) if isinstance(stored, Stored) else None
 
 
-def _fresh(completion: StoredCompletion, servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
-    """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same. A push may
-    also have come between two chunks of the prompt."""
+def _fresh(completion: StoredCompletion, servers: Mapping[str, int], *, recomputes: bool, replays: bool) -> tuple[int, int]:
+    """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same. What the
+    last span followed must be computed as its server did: with these weights, also where a push came between two chunks of the prompt, and
+    with the routes of these weights, where the trainer `replays` those by which tokens were first computed."""
     spans = completion.spans
-    is_fresh = spans[-1].push_id in servers and (recomputes or (len(spans) == 1 and not completion.met_push))
+    is_whole = recomputes or not completion.met_push
+    is_fresh = spans[-1].push_id in servers and is_whole and (len(spans) == 1 or (recomputes and not replays))
     return (servers[spans[-1].push_id], spans[-1].num_tokens) if is_fresh else (-1, 0)
 
 
@@ -226,5 +228,5 @@ def _nothing_left(groups: Sequence[Group]) -> str:
     return (
         f"batch of {len(groups)} groups = 0 samples to train on: {len(errors)} could not be scored{first}; {truncated} were truncated, "
         f"{empty} without a token. Mend the reward, raise rollout.max_response_tokens, do not mask truncated samples, or see what the "
-        "servers answered (algorithm.overlong, dump_every)"
+        "servers answered (algorithm.overlong, observe.dump_every)"
     )
