@@ -106,7 +106,8 @@ class ServerTrust:
         limit = self._config.mismatch_limit
         members = {self._fleet.members[number]: stats.server_mismatch[number] for number in disagreeing(stats.server_mismatch, limit)}
         if members and not self._fleet.trusted() - set(members):
-            raise GuardError(mismatch_message(stats, limit, f"update of step {step}"))
+            told = ", ".join(f"{found.mean:.3g} ({found.num_tokens} tokens of {member.name})" for member, found in members.items())
+            raise GuardError(mismatch_message(told, limit, f"update of step {step}"))
         for member, found in members.items():
             said = f"mean |log-prob(trainer) - log-prob(rollout)| = {found.mean:.3g} over {found.num_tokens} tokens of one version"
             rule = f"must be at most weights.mismatch_limit = {limit:.3g}"

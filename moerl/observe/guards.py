@@ -55,7 +55,8 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
     the first change.
     """
     if on_policy and not stats.mismatch_mean <= limit:
-        raise GuardError(mismatch_message(stats, limit, "first update"))
+        found = f"{stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens)"
+        raise GuardError(mismatch_message(found, limit, "first update"))
     if own_old_logprobs and stats.first_kl_old != 0.0:
         raise GuardError(
             f"first update: kl_old = {stats.first_kl_old!r}: must be exactly 0.0. The old log-probs are the trainer's own, from the same "
@@ -69,10 +70,10 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
         )
 
 
-def mismatch_message(stats: StepStats, limit: float, when: str) -> str:
+def mismatch_message(found: str, limit: float, when: str) -> str:
+    """`found`: the mean, and of how many tokens."""
     return (
-        f"{when}: mean |log-prob(trainer) - log-prob(rollout)| = {stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, "
-        f"KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens): must be at most weights.mismatch_limit = {limit:.3g}. "
+        f"{when}: mean |log-prob(trainer) - log-prob(rollout)| = {found}: must be at most weights.mismatch_limit = {limit:.3g}. "
         "Both sides scored the same tokens with the same weights, so something differs between them.\n"
         "Likely causes, by the size of the mean:\n"
         "  about 1e-3 to 5e-2: precision. bfloat16, above all with experts, explains this much; raise weights.mismatch_limit, or set\n"

@@ -193,7 +193,7 @@ def test_a_server_that_goes_wrong_later_is_found_by_a_later_canary(tmp_path):
 
 def test_a_server_whose_weights_change_between_pushes_is_found_in_the_step_that_used_them(tmp_path):
     run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", ShiftedLater)])
-    stops(run, GuardError, r"update of step 3: mean .* = 0\.5.* weights\.mismatch_limit = 0\.1")
+    stops(run, GuardError, r"update of step 3: mean .* = 0\.5 \(\d+ tokens of other\).* weights\.mismatch_limit = 0\.1")
     assert list(run.groups) == [1, 2]
     assert run.trainer.version == 2, "the update that used them changed nothing"
 
