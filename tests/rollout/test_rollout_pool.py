@@ -101,6 +101,23 @@ def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run
     assert run(scenario()) == ([0, 0, 0], "length")
 
 
+def test_a_request_that_waits_too_long_for_servers_that_are_busy_says_so(run, engines, pool):
+    async def scenario():
+        hasty = RolloutPool(engines[:1], max_running=1, max_queued=0, collector=collector(), request_seconds=0.2)
+        hasty.fleet.served(hasty.fleet.members)
+        await hasty.pause("keep")
+        first, second = await asyncio.gather(
+            *(hasty.generate(PROMPT, SAMPLING, name) for name in ("running", "waiting")), return_exceptions=True
+        )
+        await hasty.resume()
+        return str(first), str(second)
+
+    first, second = run(scenario())
+    assert first.startswith("fake-0: running took longer than deadlines.completion_seconds = 0.2;")
+    assert second.startswith("waiting got no server within deadlines.completion_seconds = 0.2; fake-0 is healthy")
+    assert "and 1 waited. The wait in the driver counts" in second and "rollout.max_running" in second
+
+
 def test_commands_reach_every_server(run, pool):
     async def scenario():
         statuses = []

@@ -90,7 +90,7 @@ class RolloutPool:
             if not asked:
                 raise EngineError(
                     f"{request_id} got no server within deadlines.completion_seconds = {self._request_seconds:g}; "
-                    f"{', '.join(f'{member.name} is {member.state}' for member in self.fleet.members)}"
+                    f"{', '.join(f'{member.name} is {member.state}' for member in self.fleet.members)}{self._busy()}"
                 ) from error
             hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             if hang is not None and not any(each.name in hang.names for each in asked[-1].engine.watched):
@@ -100,6 +100,16 @@ class RolloutPool:
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
                 "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
             ) from (error if hang is None else hang)
+
+    def _busy(self) -> str:
+        """Cause, and what mends it, of a request that waited too long for servers that serve."""
+        if not self.fleet.healthy():
+            return ""
+        running = sum(member.num_in_flight for member in self.fleet.members)
+        return (
+            f", with {running} requests, and {self._places.num_waiting + 1} waited. The wait in the driver counts, which lasts as long as "
+            "what was asked before: raise the deadline, or rollout.max_running, or have more servers"
+        )
 
     def watched(self) -> list[WatchedProcess]:
         """Processes of all servers."""
