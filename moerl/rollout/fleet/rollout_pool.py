@@ -182,7 +182,7 @@ class RolloutPool:
                 continue
             met_push = met_push or member.num_turns != turn
             if answer.completion.finish_reason != "abort":
-                return replace(answer, completion=replace(answer.completion, met_push=met_push))
+                return replace(answer, completion=replace(answer.completion, met_push=True)) if met_push else answer
             if self._resumes:
                 so_far = answer.completion
                 self.num_resumed += 1
