@@ -154,3 +154,9 @@ def die_on_rank(rank: int) -> None:
 def wait_for_ever_on_rank(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait()
+
+
+def attention_flags(settings: EngineSettings) -> dict[str, str | None]:
+    """What Transformer Engine reads in the environment of a rank that has built its model."""
+    new_engine(settings)
+    return {name: os.environ.get(f"NVTE_{name}_ATTN") for name in ("FLASH", "FUSED", "UNFUSED")}

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
@@ -201,12 +202,19 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
     fused.check(train.megatron)
     chosen |= fused.settings()
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
-    config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
+    config = kind(**described | chosen | recompute_fields(train.recompute) | _asked(train.megatron))
     config.finalize_model_grads_func = sum_gradients
     beside["fusions"] = fused.words(train.megatron)
     for name, value in beside.items():
         setattr(config, name, value)
     return config
+
+
+def _asked(megatron: Mapping[str, Any]) -> dict[str, Any]:
+    """`train.megatron`, with the members of Megatron's enumerations that names stand for: it compares with those and nothing else, so that
+    a name of attention_backend would have no effect (language_module.py, _set_attention_backend)."""
+    name = megatron.get("attention_backend")
+    return dict(megatron) if name is None else {**megatron, "attention_backend": AttnBackend[name]}
 
 
 def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
