@@ -95,6 +95,25 @@ def test_what_would_change_the_model_is_refused_with_the_reason(setting, said):
     assert said in f"{problem.rule}: {problem.reason}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, "Megatron's own training loop captures"),
+        ({"cuda_graph_impl": "local"}, "which train.offload moves"),
+        ({"use_te_rng_tracker": True}, "a graph is of one length"),
+        ({"tp_comm_overlap": True}, "made by Megatron's own training script"),
+        ({"overlap_moe_expert_parallel_comm": True}, "a plan of layers"),
+        ({"use_ring_exchange_p2p": True}, "PyTorch has no ring_exchange"),
+        ({"pipeline_model_parallel_comm_backend": "ucc"}, "where groups are made"),
+        ({"batch_invariant_mode": True}, "FlashAttention 3"),
+    ],
+)
+def test_what_works_in_megatron_s_own_training_script_alone_is_refused(setting, said):
+    (problem,) = field_problems(setting)
+    assert problem.rule == "cannot be set"
+    assert said in problem.reason
+
+
 FLEX = {"moe_token_dispatcher_type": "flex"}
 
 

@@ -56,8 +56,8 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
             "attention_softmax_in_fp32", "fp32_residual_connection", "disable_bf16_reduced_precision_matmul", "bias_activation_fusion",
             "masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "bias_dropout_fusion", "apply_rope_fusion",
             "use_te_activation_func", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap",
-            "gradient_accumulation_fusion", "batch_invariant_mode", "disable_parameter_transpose_cache",
-            "clone_scatter_output_in_embedding", "async_tensor_model_parallel_allreduce",
+            "gradient_accumulation_fusion", "disable_parameter_transpose_cache", "clone_scatter_output_in_embedding",
+            "async_tensor_model_parallel_allreduce",
         ),
         _FLAG,
     ),
@@ -65,27 +65,13 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
     "cp_comm_type": (_one_of("p2p", "all_gather", "a2a"), "one of p2p, all_gather, a2a"),
     "moe_token_dispatcher_type": (_one_of("alltoall", "flex"), "alltoall or flex"),
     "moe_flex_dispatcher_backend": (_one_of("deepep", "hybridep"), "deepep or hybridep"),
-    "pipeline_model_parallel_comm_backend": (_one_of("nccl", "ucc", None), "nccl, ucc or null"),
-    "tp_comm_bootstrap_backend": (_one_of("nccl", "mpi", "gloo"), "one of nccl, mpi, gloo"),
     **dict.fromkeys(("moe_deepep_num_sms", "moe_hybridep_num_sms"), _COUNT),
     **dict.fromkeys(
-        (
-            "moe_enable_deepep", "tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs",
-            "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs",
-            "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "overlap_moe_expert_parallel_comm",
-            "batch_p2p_sync", "use_ring_exchange_p2p", "deallocate_pipeline_outputs",
-            "overlap_p2p_comm_warmup_flush",
-        ),
+        ("moe_enable_deepep", "batch_p2p_sync", "deallocate_pipeline_outputs", "overlap_p2p_comm_warmup_flush"),
         _FLAG,
     ),
-    # When kernels are launched, where activations wait, what is measured.
-    "cuda_graph_impl": (_one_of("none", "local", "transformer_engine"), "one of none, local, transformer_engine"),
-    "cuda_graph_scope": (lambda value: isinstance(value, str | list), "text or a list"),
-    "cuda_graph_warmup_steps": _COUNT,
-    **dict.fromkeys(
-        ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph"), _FLAG
-    ),
-    **dict.fromkeys(("use_te_rng_tracker", "barrier_with_L1_time"), _FLAG),
+    # What is measured.
+    "barrier_with_L1_time": _FLAG,
     # FP8's delayed scales: how far they look back.
     "fp8_margin": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0, "an integer >= 0"),
     "fp8_amax_history_len": _COUNT,
@@ -99,6 +85,11 @@ _DROPS = "tokens beyond an expert's capacity would skip it, and no server drops 
 _NOISE = "log-probs of two passes, and those of the servers, must agree: routers are not disturbed by random numbers"
 _NOT_HERE = "it belongs to a kind of layer that no family of moerl has"
 _INFERENCE = "it is for generating with Megatron; the servers of rollout.engine generate"
+_GRAPHS = (
+    "a graph is of one length of micro-batches, and they differ here; it keeps addresses of weights, which train.offload moves; and "
+    "Megatron's own training loop captures those of Transformer Engine"
+)
+_USER_BUFFERS = "Transformer Engine's buffers for it are made by Megatron's own training script, for micro-batches of one length"
 _MOVES = "parameters and states would move beside train.offload and checkpoints, which know nothing of it"
 _BUILDS = "weights come from the checkpoint, and not from an initialization"
 
@@ -133,6 +124,21 @@ REFUSED: Mapping[str, str] = {
          "inference_fuse_tp_communication", "mlp_chunks_for_prefill", "symmetric_ar_type"),
         _INFERENCE,
     ),
+    **dict.fromkeys(
+        ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_warmup_steps", "enable_cuda_graph", "external_cuda_graph",
+         "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "use_te_rng_tracker"),
+        _GRAPHS,
+    ),
+    **dict.fromkeys(
+        ("tp_comm_overlap", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs",
+         "tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs", "tp_comm_atomic_rs",
+         "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "tp_comm_bootstrap_backend"),
+        _USER_BUFFERS,
+    ),
+    "overlap_moe_expert_parallel_comm": "it wants a plan of layers from the forward step, which Megatron's own model and loss make",
+    "use_ring_exchange_p2p": "PyTorch has no ring_exchange; it is of a build of NVIDIA's own",
+    "pipeline_model_parallel_comm_backend": "Megatron reads it where groups are made, which moerl makes with NCCL or gloo",
+    "batch_invariant_mode": "it wants FlashAttention 3, which is in no environment, and kernels that Megatron's own script puts in place",
     "transformer_impl": "moerl builds its layers from Transformer Engine's specification, whatever this says",
     "hierarchical_context_parallel_sizes": "train.layout.cp is one size, and what is cut twice has not been held against it",
     **dict.fromkeys(("hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"), "moerl packs sequences itself (train.micro_batch_tokens)"),
@@ -162,15 +168,10 @@ REFUSED: Mapping[str, str] = {
 WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
     "moe_token_dispatcher_type": "DeepEP is given the experts of the largest probabilities: a route of probability 0 is lost",
-    "overlap_moe_expert_parallel_comm": "it runs two micro-batches in one pass, and routes belong to one",
-    **dict.fromkeys(
-        ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
-        "a captured router would repeat the routes of the micro-batch it was captured with",
-    ),
 }
 """Allowed fields that do not go with train.router_replay."""
 
-_OFF = (None, False, "none", "alltoall")
+_OFF = (None, False, "alltoall")
 
 
 def allowed_problems(name: str, value: Any) -> Iterator[Problem]:
