@@ -147,6 +147,7 @@ def test_megatrons_own_names_are_refused():
         ("mxfp8", (9, 0), (12, 9), ["needs a GPU of compute capability 10.0 or higher; this one has 9.0"]),
         ("tensorwise", (8, 0), (12, 9), ["needs a GPU of compute capability 8.9 or higher; this one has 8.0"]),
         ("blockwise", (9, 0), (12, 8), ["needs CUDA 12.9 or newer; PyTorch was built with 12.8"]),
+        ("mxfp8", (12, 0), (13, 0), ["needs a GPU of compute capability below 12.0; this one has 12.0"]),
         ("mxfp8", (9, 0), (12, 4), ["needs a GPU of compute capability 10.0", "needs CUDA 12.8 or newer"]),
     ],
 )
@@ -159,5 +160,7 @@ def test_a_gpu_that_cannot_run_the_recipe_is_refused(recipe, capability, cuda, s
 
 
 def test_the_gpus_the_recipes_were_made_for_are_accepted():
-    for recipe, capability in {"blockwise": (9, 0), "mxfp8": (10, 0), "tensorwise": (9, 0), "delayed": (8, 9)}.items():
-        require(recipe, capability=capability, cuda=(12, 9))
+    accepted = {"blockwise": [(9, 0)], "mxfp8": [(10, 0), (10, 3)], "tensorwise": [(9, 0), (12, 0)], "delayed": [(8, 9)]}
+    for recipe, capabilities in accepted.items():
+        for capability in capabilities:
+            require(recipe, capability=capability, cuda=(12, 9))

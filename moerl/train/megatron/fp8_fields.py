@@ -16,7 +16,10 @@ _NEEDS: dict[str, tuple[Version, Version, str]] = {
     "tensorwise": ((8, 9), (12, 1), "FP8 matrix units came with Ada and Hopper"),
     "delayed": ((8, 9), (12, 1), "FP8 matrix units came with Ada and Hopper"),
 }
-"""Compute capability and CUDA version (transformer_engine/pytorch/fp8.py, check_*_support)."""
+"""Compute capability and CUDA version (transformer_engine/pytorch/quantization.py, _compute_*_support)."""
+
+_WITHOUT_MXFP8: Version = (12, 0)
+"""Compute capability from which on Transformer Engine has not all of its products: Blackwell of workstations."""
 
 
 def megatron_fields(fp8: FP8Config | None) -> dict[str, Any]:
@@ -41,6 +44,10 @@ def require_device(fp8: FP8Config | None) -> None:
 def require(recipe: str, *, capability: Version, cuda: Version) -> None:
     needed_capability, needed_cuda, reason = _NEEDS[recipe]
     problems = []
+    if recipe == "mxfp8" and capability >= _WITHOUT_MXFP8:
+        rule = f"needs a GPU of compute capability below {_dotted(_WITHOUT_MXFP8)}; this one has {_dotted(capability)}"
+        reason = "Transformer Engine has not all of its products there"
+        problems.append(problem("train.fp8.recipe", recipe, rule, reason, "train.fp8.recipe=tensorwise, train.fp8=null"))
     if capability < needed_capability:
         has = f"this one has {_dotted(capability)}"
         rule = f"needs a GPU of compute capability {_dotted(needed_capability)} or higher; {has}"
