@@ -40,6 +40,7 @@ def test_a_gpu_with_everything_has_all_but_those_that_no_run_wants():
         ({"add_bias_linear": True}, {"bias_activation_fusion"}),
         ({"activation_func_clamp_value": 7.0}, {"bias_activation_fusion"}),
         ({"glu_linear_offset": 1.0}, {"bias_activation_fusion"}),
+        ({"use_te_activation_func": True}, {"bias_activation_fusion"}),
         ({"params_dtype": torch.float64}, EVERY),
     ],
     ids=lambda given: " ".join(sorted(given)),

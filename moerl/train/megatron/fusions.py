@@ -78,8 +78,8 @@ class Fusions:
 
 
 def fusions(kernels: FusedKernels, model: Mapping[str, Any]) -> Fusions:
-    """`model`: keyword arguments of TransformerConfig that describe it and how it is trained, and `yarn_...` of YaRN outside of latent
-    attention."""
+    """`model`: keyword arguments of TransformerConfig that describe it and how it is trained, train.megatron's too, and `yarn_...` of YaRN
+    outside of latent attention."""
     everywhere = "" if kernels.on_gpu else "no GPU with Transformer Engine"
     if kernels.on_gpu and model["params_dtype"] == torch.float64:
         everywhere = "kernels have no float64"
@@ -105,6 +105,8 @@ def _swiglu(model: Mapping[str, Any]) -> str:
         return "the kernel that weighs experts takes no bias (fused_bias_swiglu.py)"
     if model.get("activation_func_clamp_value") is not None or model.get("glu_linear_offset", 0.0) != 0.0:
         return _CLAMPS
+    if model.get("use_te_activation_func"):
+        return "Transformer Engine's own activation is asked for, and Megatron takes one of the two"
     return ""
 
 

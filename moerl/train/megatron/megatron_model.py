@@ -198,7 +198,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
         **fp8_fields.megatron_fields(train.fp8),
     )
-    fused = fusions(FusedKernels.found(), described | beside | chosen)
+    fused = fusions(FusedKernels.found(), described | beside | chosen | train.megatron)
     fused.check(train.megatron)
     chosen |= fused.settings()
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
