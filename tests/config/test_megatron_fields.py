@@ -22,13 +22,14 @@ from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+DOCUMENT = (Path(__file__).parents[2] / "docs/add-a-family.md").read_text()
 
 
 NEWER = {
     "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation",
-    "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon",
+    "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon", "dsa_kernel_backend",
 }  # fmt: skip
-"""Fields that moerl sets with megatron-core 0.19, and that the pinned one has not."""
+"""Fields that moerl sets or allows with megatron-core 0.19, and that the pinned one has not."""
 
 
 def test_the_names_read_from_source_are_the_fields_of_the_dataclass():
@@ -73,6 +74,14 @@ def test_a_field_that_only_another_version_has_is_refused(monkeypatch):
     monkeypatch.setattr("moerl.config.rules.megatron_rules.megatron_fields", lambda: {"of_another_version": "bool"})
     (problem,) = field_problems({"of_another_version": True})
     assert (problem.rule, problem.reason) == ("cannot be set", "the Megatron that moerl is tested with has no such field")
+
+
+@pytest.mark.parametrize("backend", ["tilelang", "cudnn"])
+def test_the_kernels_of_sparse_attention_that_the_documents_name_can_be_asked_for(backend, monkeypatch):
+    monkeypatch.setattr("moerl.config.rules.megatron_rules.megatron_fields", lambda: {"dsa_kernel_backend": "Literal"})
+    assert f"dsa_kernel_backend={backend}" in DOCUMENT or f"`{backend}`" in DOCUMENT
+    assert list(field_problems({"dsa_kernel_backend": backend})) == []
+    assert len(list(field_problems({"dsa_kernel_backend": "flashmla"}))) == 1
 
 
 @pytest.mark.parametrize(

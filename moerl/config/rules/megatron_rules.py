@@ -50,6 +50,7 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
     "moe_router_bias_update_rate": _WEIGHT,
     # The same numbers by other kernels, or in a wider type.
     "attention_backend": (_one_of("flash", "fused", "unfused", "auto"), "one of flash, fused, unfused, auto"),
+    "dsa_kernel_backend": (_one_of("none", "tilelang", "cudnn"), "one of none, tilelang, cudnn"),
     "moe_router_dtype": (_one_of("fp32", "fp64"), "fp32 or fp64"),
     **dict.fromkeys(
         (
@@ -78,7 +79,7 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
     "fp8_amax_compute_algo": (_one_of("most_recent", "max"), "most_recent or max"),
     "tp_only_amax_red": _FLAG,
 }  # fmt: skip
-"""Field -> what its value must satisfy, and that in words."""
+"""Field -> what its value must satisfy, and that in words. dsa_kernel_backend is of Megatron-Core 0.19, as is sparse attention."""
 
 _OF_MODEL = "config.json says what the model computes, and the servers compute that; this would train another one"
 _DROPS = "tokens beyond an expert's capacity would skip it, and no server drops any"
@@ -304,6 +305,9 @@ def megatron_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule train.megatron breaks, for the model if it is known."""
     yield from field_problems(config.train.megatron)
     yield from router_problems(config.train.megatron, facts.shape)
+    kernels = config.train.megatron.get("dsa_kernel_backend", "none")
+    if kernels != "none" and facts.shape is not None and not facts.shape.has_index:
+        yield _problem("dsa_kernel_backend", kernels, "has no effect", "this model's attention is not sparse", "leave it out")
     yield from dispatcher_problems(config.train)
 
 
