@@ -65,17 +65,27 @@ class Tokens:
 class Kernels:
     """Bytes that modules of Transformer Engine keep, by file of transformer_engine/pytorch."""
 
-    def __init__(self, train: TrainConfig):
+    def __init__(self, train: TrainConfig, *, on_gpu: bool = True):
+        """`on_gpu`: ranks have GPUs, or may have some."""
         self.wide = WIDTHS[train.dtype]
         self._linear = self.wide if train.fp8 is None else FP8_BYTES[train.fp8.recipe]
-        self.fuses_activation = bool(train.megatron.get("bias_activation_fusion"))
-        """Megatron's kernel keeps its input alone (megatron/core/fusions/fused_bias_swiglu.py)."""
+        self._asked: Mapping[str, Any] = train.megatron
+        self._on_gpu = on_gpu and not train.reference_te
         self.copies = train.fp8 is not None
         """A linear module keeps an FP8 copy of its own, where another module keeps the same values in `dtype`."""
         self._keeps_original = train.fp8 is None or train.fp8.recipe != "delayed"
         self.megatron = megatron_release()
         self.scores_sparsely = train.megatron.get("dsa_kernel_backend", "none") != "none"
         """Sparse attention by a kernel that looks at the chosen keys alone."""
+
+    def fuses_activation(self, fields: Mapping[str, Any]) -> bool:
+        """Whether Megatron's kernel is on, which keeps its input alone (megatron/core/fusions/fused_bias_swiglu.py): for SwiGLU it is by
+        itself on GPUs (moerl/train/megatron/fusions.py)."""
+        is_plain = fields.get("activation_func", "silu") == "silu" and fields.get("gated_linear_unit", False)
+        is_changed = fields.get("activation_func_clamp_value") is not None or fields.get("glu_linear_offset", 0.0) != 0.0
+        takes_bias, is_engines = fields.get("add_bias_linear", False), self._asked.get("use_te_activation_func", False)
+        by_itself = self._on_gpu and is_plain and not (is_changed or takes_bias or is_engines)
+        return bool(self._asked.get("bias_activation_fusion", by_itself))
 
     def norm(self, part: Part, rows: float, width: int, modules: frozenset[RecomputeModule] = frozenset()) -> Term:
         """Input, which is kept for a recomputation too, and a float32 a row (module/layernorm_linear.py, ops/basic/rmsnorm.py)."""
@@ -147,7 +157,7 @@ def mtp_terms(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels
 def _gated(fields: Mapping[str, Any], size: float, kernels: Kernels) -> float:
     """Output of the first linear module, twice as wide; activation of one half, the other half plus an offset, and their product, which is
     the input of the second (transformer/mlp.py, unfused)."""
-    if kernels.fuses_activation:
+    if kernels.fuses_activation(fields):
         return size * 2 * kernels.wide + kernels.linear(size, size)
     return size * 4 * kernels.wide + kernels.linear(size, size) + _clamped(fields, size, kernels)
 
@@ -263,6 +273,6 @@ def _experts(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels:
     yield Term("experts", tokens.routed * 2 * ffn * kernels.wide, whole)
     # As in `_gated`, and the product before it is multiplied by the probability: recomputed together.
     product = kernels.linear(tokens.routed * ffn, tokens.routed * ffn)
-    kept = 0.0 if kernels.fuses_activation else tokens.routed * 3 * ffn * kernels.wide
+    kept = 0.0 if kernels.fuses_activation(fields) else tokens.routed * 3 * ffn * kernels.wide
     activated = kept + _clamped(fields, tokens.routed * ffn, kernels)
     yield Term("experts", activated + product, frozenset({"moe_act", "moe"}))

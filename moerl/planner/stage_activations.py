@@ -52,7 +52,7 @@ class StageModel:
         family = find_family(hf)
         self._fields: dict[str, Any] = {**family.transformer_config(hf), **family.rotary(hf)}
         self._config, self._train, self._layout = config, config.train, config.train.layout
-        self._kernels = Kernels(config.train) if kernels is None else kernels
+        self._kernels = Kernels(config.train, on_gpu=config.placement.device != "cpu") if kernels is None else kernels
         self._size = micro_batch_tokens(config)
         self._tokens = Tokens.of(self._fields, self._layout, self._size, imbalance=imbalance)
         self._depths = num_mtp_layers(hf) if config.train.mtp_loss > 0 else 0

@@ -9,7 +9,7 @@ from moerl.planner.layer_activations import Kernels, Term, Tokens
 class ReferenceKernels(Kernels):
     def __init__(self, train: TrainConfig, *, num_sequences: int):
         """`num_sequences`: of a micro-batch, all as long."""
-        super().__init__(train)
+        super().__init__(train, on_gpu=False)
         self._layout, self._num_sequences = train.layout, num_sequences
         self._recomputed = train.recompute.modules if isinstance(train.recompute, SelectiveRecompute) else ()
         self._computed = max(self.wide, 4)

@@ -8,20 +8,25 @@ from dataclasses import replace
 import engine_cases
 import numpy as np
 import pytest
+import torch
 from engine_cases import settings
 from engine_ranks import run_ranks
 from family_cases import _DECODER, CASES, write_case
 from planned_jobs import kept_bytes, most_kept_bytes, most_live_bytes
 from reference_sizes import ReferenceKernels
+from torch.nn import functional
 
 from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, OptimizerConfig, SelectiveRecompute, TrainConfig
-from moerl.planner.layer_activations import Tokens
+from moerl.models.find_family import find_family
+from moerl.planner.layer_activations import Kernels, Tokens
 from moerl.planner.stage_activations import StageModel
+from moerl.train.megatron.fusions import FusedKernels, fusions
 from moerl.types.batch import TrainBatch
 
+ON_GPU = FusedKernels(on_gpu=True, has_rope=True, has_permutation=True, has_gradient_accumulation=True)
 RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
 NUM_TOKENS, NUM_SEQUENCES = 512, 4
 NUMBER_BYTES = 4 * 8 * NUM_TOKENS
@@ -75,6 +80,18 @@ def model(family):
 
 def run_config(train):
     return replace(RECIPE, train=train, groups_per_step=64, group_size=64, model=replace(RECIPE.model, max_context=NUM_TOKENS))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("megatron", [{}, {"bias_activation_fusion": False}, {"use_te_activation_func": True}], ids=str)
+def test_the_kernel_of_swiglu_is_planned_where_a_rank_on_a_gpu_takes_it(name, megatron):
+    """By itself too (docs/gpu.md): without recomputation what it does not keep is a fifth of the activations."""
+    fields = find_family(model(name)).transformer_config(model(name))
+    train = replace(train_config("one", name, "off"), megatron=megatron)
+    silu = functional.silu if fields.get("activation_func", "silu") == "silu" else functional.gelu
+    takes = fusions(ON_GPU, fields | {"activation_func": silu, "params_dtype": torch.bfloat16} | megatron).settings() | megatron
+    assert Kernels(train).fuses_activation(fields) == takes["bias_activation_fusion"]
+    assert not Kernels(train, on_gpu=False).fuses_activation(fields)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -212,7 +212,7 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known():
 def test_without_a_gpu_figures_are_told_and_nothing_is_judged(monkeypatch):
     monkeypatch.setattr(layer_activations, "megatron_release", lambda: (0, 16))
     config = load_checked([DEEPSEEK, *ONE_STAGE, *SEPARATE, "placement.gpu=null"])
-    assert next(described(config)).startswith("memory          590.5 GiB on a rank of stage 0 in an update")
+    assert next(described(config)).startswith("memory          589.7 GiB on a rank of stage 0 in an update")
 
 
 def test_a_refusal_needs_no_torch():
