@@ -1,7 +1,9 @@
 """What network.variables, train.environment and rollout.environment may hold."""
 
 import pytest
+from typer.testing import CliRunner
 
+from moerl.__main__ import app
 from moerl.config.load import load
 from moerl.types.errors import ConfigError
 
@@ -56,3 +58,9 @@ def test_sglang_has_no_expandable_segments(where):
     """The ranks may."""
     words = (f"+{where}.{SEGMENTS}", "rollout.engine=sglang", "deterministic=false")
     assert f"{where}.PYTORCH_CUDA_ALLOC_CONF" in problems(*words)
+
+
+def test_who_asks_what_variables_of_ranks_are_hears_which_pushes_expandable_segments_go_with():
+    told = CliRunner().invoke(app, ["explain", "train.environment"]).output
+    assert "pidfd_getfd" in told
+    assert "ptrace_scope" in told

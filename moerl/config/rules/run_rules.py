@@ -148,7 +148,7 @@ def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         for path, found in (("network.variables", given), ("rollout.environment", config.rollout.environment)):
             if "expandable_segments:True" in str(found.get(_ALLOCATOR, "")):
                 reason = "SGLang puts a server to sleep by its own allocation of GPU memory, which such segments do not go with"
-                fix = f"train.environment.{_ALLOCATOR}, which is the ranks' alone"
+                fix = f"leave it out, or train.environment.{_ALLOCATOR}, the ranks' alone, where pushes go by nccl or disk"
                 yield problem(f"{path}.{_ALLOCATOR}", found[_ALLOCATOR], "cannot be set for rollout.engine=sglang", reason, fix)
 
 

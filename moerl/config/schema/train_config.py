@@ -186,8 +186,9 @@ class TrainConfig(Strict):
     overlap_bucket_size: Positive | None = None
     """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     environment: dict[str, str | int] = field(default_factory=dict)
-    """Environment variables of train ranks alone, e.g. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which SGLang's servers could not
-    have. Set before CUDA or a communicator is asked for, in a process that has started."""
+    """Environment variables of train ranks alone, e.g. NCCL_DEBUG=INFO. Set before CUDA or a communicator is asked for, in a process that
+    has started. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does not go with pushes by ipc or a relay between ranks: PyTorch hands
+    such memory over by pidfd_getfd, which kernel.yama.ptrace_scope=1 forbids."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
 
