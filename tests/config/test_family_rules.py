@@ -142,6 +142,7 @@ def test_validation_knows_the_shape_of_every_family():
     [
         ("gpt_oss", ["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
         ("gpt_oss", ["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
+        ("gpt_oss", ["train.layout={ranks:16,tp:8,cp:2}", "+train.megatron.cp_comm_type=a2a"], "train.layout.cp", "or a smaller tp"),
         ("gpt_oss", ["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
         (
             "deepseek_v32",

@@ -19,6 +19,8 @@ def train_layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
         rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
+    if shape is not None and layout.cp > 1 and config.train.megatron.get("cp_comm_type") == "a2a":
+        yield from _exchanged_head_problems(layout, shape)
     if shape is not None and shape.has_index and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "all_gather":
         rule, fix = "needs train.megatron.cp_comm_type=all_gather for sparse attention", "+train.megatron.cp_comm_type=all_gather, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Megatron's sparse attention gathers all keys before it chooses", fix)
@@ -26,6 +28,16 @@ def train_layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
         reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
         yield problem("train.layout.cp", layout.cp, rule, reason, f"train.layout.cp={max(context // 2, 1)} or less")
+
+
+def _exchanged_head_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
+    """Faults of heads that context-parallel ranks exchange for tokens (Transformer Engine, context_parallel.py)."""
+    for count, what in ((shape.num_heads, "attention heads"), (shape.num_kv_heads, "key/value heads")):
+        if count % layout.tp == 0 and count // layout.tp % layout.cp:
+            rule = f"must divide the {count // layout.tp} {what} of a tensor-parallel rank for cp_comm_type=a2a"
+            reason = "ranks exchange tokens for whole heads (Transformer Engine, context_parallel.py)"
+            yield _problem("cp", layout.cp, rule, reason, f"{divisors(count // layout.tp)}, or a smaller tp")
+            return
 
 
 def broken_layout(layout: Layout, shape: ModelShape | None) -> Iterator[Problem]:
