@@ -199,3 +199,16 @@ def _spoil_object(directory: Path, part: str, runs: Runs) -> None:
             with shard.open("ab") as file:
                 file.write(buffer.getvalue())
     (directory / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def load_of_another_device(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Continued, Continued]:
+    """Straight on from a checkpoint, and from it with the state of random numbers that a GPU has, 16 bytes."""
+    engine, own = new_engine(settings), torch.cuda.get_rng_state
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=2)
+    torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)  # type: ignore[assignment]
+    engine.shards.stage(copies=True)
+    torch.cuda.get_rng_state = own
+    straight = two_steps(engine, batch)
+    write(engine, directory)
+    load(engine, directory)
+    return straight, two_steps(engine, batch)

@@ -10,6 +10,7 @@ from checkpoint_jobs import (
     load_and_continue,
     load_and_save,
     load_and_score,
+    load_of_another_device,
     moments_around_staging,
     save_and_continue,
     save_and_score,
@@ -147,6 +148,13 @@ def test_random_streams_continue_under_the_same_layout(checkpoints, tmp_path):
     assert again.steps == straight.steps
     assert run_ranks(load_and_continue, 2, chosen, random_batch(), tmp_path).steps == straight.steps
     assert run_ranks(load_and_continue, 2, quiet, random_batch(), tmp_path).steps != straight.steps
+
+
+def test_a_checkpoint_of_ranks_on_gpus_continues_on_cpu_with_random_streams_that_start_anew(checkpoints, tmp_path):
+    """And the other way round: the states have 16 bytes and 5,056."""
+    chosen = settings(checkpoints["qwen3"], LAYOUTS["dp2"])
+    straight, again = run_ranks(load_of_another_device, 2, chosen, random_batch(), tmp_path)
+    assert_continues(again, straight)
 
 
 # -- who writes what -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ tied to the layout (dp_reshardable). Here each rank's range of a parameter becom
 checkpoint can store and cut differently when it is read. The names are those of fully_reshardable.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from moerl.train.checkpoint.boxes import boxes_of_range
 from moerl.train.optimizer.matrices import owned_ranges
 from moerl.train.optimizer.muon import MuonStep
+
+logger = logging.getLogger(__name__)
 
 _STATE, _MASTER = "optimizer.state", "optimizer.state.param"
 
@@ -219,6 +222,10 @@ def rng_state(rank: int, num_ranks: int) -> ShardedObject:
 
 
 def set_rng_state(states: dict[str, Any]) -> None:
+    """Streams of the device start anew where the checkpoint is another kind of device's: a GPU's state is not of a CPU's form."""
     torch.set_rng_state(states["cpu"])
+    if len(states["cuda"]) != len(torch.cuda.get_rng_state()):
+        logger.info("another kind of device than the checkpoint's: its random streams start anew")
+        return
     torch.cuda.set_rng_state(states["cuda"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
