@@ -116,6 +116,12 @@ def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
     assert bool(finding.fix) == (verdict in ("warn", "fail"))
 
 
+def test_application_clocks_are_reset_by_their_own_option():
+    """--reset-gpu-clocks undoes what --lock-gpu-clocks did, which the driver reports by the same bit."""
+    held = h100_node(gpus=gpus("0x0000000000000001", "0x0000000000000002"))
+    assert "--reset-applications-clocks" in judged(held, Expectations(gpus_per_node=8))["clocks"].fix
+
+
 @pytest.mark.parametrize(
     ("capabilities", "expected"), [("0000000000004000", True), ("000001ffffffbfff", False), ("000001ffffffffff", True)]
 )

@@ -80,7 +80,12 @@ def _clocks(facts: NodeFacts, gpus: Sequence[NvidiaGPU]) -> Finding:
     # Application clocks are a choice of the administrator; they hold a GPU below its highest clock while it works too.
     capped = [gpu.index for gpu in gpus if gpu.slowed_by is not None and gpu.slowed_by & 0x2 and _is_low(gpu)]
     if capped:
-        return warn("clocks", f"application clocks hold {_list(capped)} down", "the highest clock", "sudo nvidia-smi --reset-gpu-clocks")
+        return warn(
+            "clocks",
+            f"application clocks hold {_list(capped)} down",
+            "the highest clock",
+            "sudo nvidia-smi --reset-applications-clocks; sudo nvidia-smi --reset-gpu-clocks",
+        )
     return ok("clocks", "nothing slows a GPU", "nothing slows a GPU")
 
 
