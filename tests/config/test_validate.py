@@ -96,6 +96,8 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DEMO, "model.scratch.family=qwen3 train.router_replay=trainer", "train.router_replay", "must be off for a dense model"),
         (DEMO, "model.scratch.family=qwen3 train.router_replay=rollout", "train.router_replay", "must be off for a dense model"),
         (DEMO, "train.router_replay=trainer train.megatron={moe_router_fusion:true}", MEGATRON + "fusion", "takes no routes"),
+        (DEMO, "train.megatron={overlap_p2p_comm_warmup_flush:true}", "train.megatron.overlap_p2p_comm_warmup_flush", "vpp > 1"),
+        (DEMO, "train.megatron={moe_enable_deepep:true}", "train.megatron.moe_enable_deepep", "moe_token_dispatcher_type=flex"),
         (DEMO, "train.megatron={cuda_graph_impl:local}", "train.megatron.cuda_graph_impl", "one length of micro-batches"),
         (DEMO, "train.megatron={moe_enable_routing_replay:true}", "train.megatron.moe_enable_routing_replay", "set train.router_replay"),
         (DEMO, "train.megatron={mtp_num_layers:1}", "train.megatron.mtp_num_layers", "config.json"),

@@ -309,6 +309,10 @@ def megatron_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if kernels != "none" and facts.shape is not None and not facts.shape.has_index:
         yield _problem("dsa_kernel_backend", kernels, "has no effect", "this model's attention is not sparse", "leave it out")
     yield from dispatcher_problems(config.train)
+    flushes = "overlap_p2p_comm_warmup_flush"
+    if config.train.megatron.get(flushes) and config.train.layout.vpp == 1:
+        reason = "Megatron overlaps what chunks send to each other, and a stage has one chunk"
+        yield _problem(flushes, True, "needs train.layout.vpp > 1", reason, "leave it out")
 
 
 def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
@@ -350,6 +354,9 @@ def dispatcher_problems(train: TrainConfig) -> Iterator[Problem]:
     """Faults of the dispatcher that sends tokens by DeepEP (csrc/deep_ep.cpp, csrc/kernels/launch.cuh, configs.cuh)."""
     name, fix = "moe_token_dispatcher_type", "leave it out: alltoall"
     if train.megatron.get(name) != "flex":
+        if train.megatron.get("moe_enable_deepep"):
+            reason = "DeepEP is a backend of that dispatcher"
+            yield _problem("moe_enable_deepep", True, f"needs train.megatron.{name}=flex", reason, "leave it out: alltoall")
         return
     if train.dtype != "bfloat16":
         yield _problem(name, "flex", f"does not go with train.dtype={train.dtype}", "DeepEP sends tokens in bfloat16", fix)
