@@ -15,7 +15,7 @@ from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
-from moerl.rollout.engines.sglang import sglang_fp8, sglang_weight_memory
+from moerl.rollout.engines.sglang import sglang_fp8, sglang_pause, sglang_weight_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
 from moerl.weights.receiver_protocol import Loader
@@ -55,6 +55,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     deepseek_weight_loader.should_async_load = _in_this_thread
     sglang_fp8.prepare()
     sglang_weight_memory.prepare()
+    sglang_pause.prepare()
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
 
