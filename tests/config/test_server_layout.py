@@ -178,10 +178,11 @@ def test_what_vllm_lacks_is_refused(layout, path, said):
     assert found.path == f"rollout.layout.{path}" and said in found.rule
 
 
-def test_vllm_runs_prompts_through_the_kernels_for_latency_too():
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_prompts_go_through_the_kernels_for_latency_too(engine):
     layout = ServerLayout(gpus=32, dp=4, ep=32, all_to_all="deepep_low_latency")
-    assert of_vllm(layout) == []
-    (found,) = of_vllm(layout, prefill_chunk=4096)
+    assert broken(GLM, layout, engine=engine, max_running=512, prefill_chunk=256) == []
+    (found,) = broken(GLM, layout, engine=engine, max_running=512, prefill_chunk=4096)
     assert found.path == "rollout.prefill_chunk"
 
 

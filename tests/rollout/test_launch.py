@@ -41,6 +41,14 @@ def test_one_process_gets_no_argument_about_others(launch):
     assert {names[setting] for setting in ("model.path", "rollout.dtype", "rollout.max_running")} <= set(plain)
 
 
+def test_kernels_for_latency_have_room_for_prompts_where_these_go_through_them():
+    def room(all_to_all):
+        given = options(ServerLayout(gpus=8, dp=8, ep=8, all_to_all=all_to_all))
+        return sglang.environment(replace(given, max_running=64, prefill_chunk=1000))["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"]
+
+    assert (room("deepep"), room("deepep_low_latency")) == ("128", "1000")
+
+
 @pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
 def test_a_version_whose_arguments_are_not_known_is_refused(launch):
     with pytest.raises(EngineError, match=r"moerl knows the arguments of \w+>="):

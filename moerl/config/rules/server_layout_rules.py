@@ -141,10 +141,6 @@ def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         yield _problem("dp", layout.dp, rule, reason, f"dp={layout.gpus // per_node}")
     if layout.all_to_all == "deepep_low_latency":
         yield from _low_latency_problems(rollout)
-        if rollout.prefill_chunk > LOW_LATENCY_TOKENS:
-            rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency on vllm"
-            reason, fix = f"vLLM runs prompts through them too: {_LATENCY_REASON}", "rollout.prefill_chunk=256, or all_to_all=deepep_normal"
-            yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
 
 
 def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -154,6 +150,11 @@ def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
         fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
         yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
+    if layout.all_to_all == "deepep_low_latency" and rollout.prefill_chunk > LOW_LATENCY_TOKENS:
+        rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency"
+        other = "deepep, or deepep_normal" if rollout.engine == "sglang" else "deepep_normal"
+        reason, fix = f"prompts go through them too: {_LATENCY_REASON}", f"rollout.prefill_chunk=256, or all_to_all={other}"
+        yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
 
 
 def _replay_problems(rollout: RolloutConfig) -> Iterator[Problem]:

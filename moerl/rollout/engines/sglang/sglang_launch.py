@@ -78,6 +78,8 @@ def environment(options: Options) -> dict[str, str]:
         own["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
     if layout.all_to_all in ("deepep", "deepep_low_latency"):
         tokens = -(-options.max_running // layout.dp) * (layout.mtp_tokens + 1)
+        if layout.all_to_all == "deepep_low_latency":
+            tokens = max(tokens, options.prefill_chunk)  # prompts go through the same kernels (DeepEPMode.resolve)
         own["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] = str(max(_DISPATCH_TOKENS, tokens))
     return own
 
