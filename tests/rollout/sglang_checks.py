@@ -22,7 +22,9 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
-from sglang.srt.managers import load_snapshot
+from sglang.srt.layers.moe import topk
+from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+from sglang.srt.managers import load_snapshot, scheduler
 from sglang.srt.model_loader import loader
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import torch_memory_saver_adapter
@@ -32,7 +34,7 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.fp8_blocks import dequantized, quantized
 from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
-from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_launch, sglang_weight_memory
+from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_launch, sglang_scheduler, sglang_weight_memory
 from moerl.rollout.engines.sglang.sglang_core import file_of_loads
 
 BLOCK = [128, 128]
@@ -187,6 +189,22 @@ class _Off:
 
     def __getattr__(self, name):
         return False
+
+
+def check_experts_are_chosen_where_routes_are_recorded():
+    def chosen_by():
+        layer = topk.TopK.__new__(topk.TopK)
+        torch.nn.Module.__init__(layer)
+        layer.topk_config, layer._runner_backend_bound, layer.is_fp4_experts = topk.TopKConfig(top_k=2, layer_id=0), False, False
+        layer.bind_runner_backend(MoeRunnerBackend.FLASHINFER_TRTLLM, routing_method_type=RoutingMethodType.Renormalize)
+        return layer.topk_config.output_format
+
+    with patch.object(topk, "_can_bypass_trtllm_routing", topk._can_bypass_trtllm_routing):
+        assert chosen_by() == topk.TopKOutputFormat.BYPASSED
+        arguments = types.SimpleNamespace(device="cuda", enable_return_routed_experts=True)
+        with patch.object(scheduler, "run_scheduler_process"):
+            sglang_scheduler.run_scheduler(arguments)
+        assert chosen_by() == topk.TopKOutputFormat.STANDARD
 
 
 def check_the_file_of_loads_is_found_by_either_reader():

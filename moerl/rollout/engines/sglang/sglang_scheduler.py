@@ -46,6 +46,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
         sglang_cpu_fp8.prepare()
         if server_args.speculative_algorithm:
             sglang_cpu_drafts.after_import()
+    from sglang.srt.layers.moe import topk
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -56,6 +57,8 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     sglang_fp8.prepare()
     sglang_weight_memory.prepare()
     sglang_pause.prepare()
+    if server_args.enable_return_routed_experts:
+        topk._can_bypass_trtllm_routing = _routes_are_recorded
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
 
@@ -83,6 +86,12 @@ def _has_no_body(record: logging.LogRecord) -> bool:
 
 def _in_this_thread(weight: torch.Tensor) -> bool:
     """InstalledBytes notes the copies of its own thread."""
+    return False
+
+
+def _routes_are_recorded(config: Any) -> bool:
+    """SGLang's kernels for Blackwell (flashinfer_trtllm, its own choice there) would choose experts by themselves, and its record of routes
+    be zeros. They take experts that were chosen before as well."""
     return False
 
 
