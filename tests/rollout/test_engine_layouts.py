@@ -107,6 +107,22 @@ def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, 
 
 @pytest.mark.matrix
 @pytest.mark.engine
+def test_two_sglang_servers_with_data_parallel_attention_start_on_one_host(run, checkpoints, tmp_path):
+    config = native_config("sglang-moe", checkpoints["moe"], layout=ServerLayout(gpus=2, dp=2), num_servers=2)
+    engines = build_engines(config, checkpoints["moe"].directory, tmp_path, RunSecret.new())
+
+    async def scenario():
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            return [(await engine.health()).status for engine in engines]
+        finally:
+            await asyncio.gather(*(engine.close() for engine in engines))
+
+    assert run(scenario()) == ["stale", "stale"]
+
+
+@pytest.mark.matrix
+@pytest.mark.engine
 def test_a_vllm_server_of_two_processes_that_are_killed_is_gone_and_leaves_nothing(run, checkpoints, tmp_path):
     """First a worker, just before the first request, then the server."""
     checkpoint, layout = checkpoints["dense32"], ServerLayout(gpus=2)
