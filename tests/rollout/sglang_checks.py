@@ -20,10 +20,10 @@ sglang_cpu.after_import()
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import engine
 from sglang.srt.layers import deep_gemm_wrapper
-from sglang.srt.layers.quantization import fp8, fp8_utils
-from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.moe import topk
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+from sglang.srt.layers.quantization import fp8, fp8_utils
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.managers import load_snapshot, scheduler
 from sglang.srt.model_loader import loader
 from sglang.srt.server_args import ServerArgs
