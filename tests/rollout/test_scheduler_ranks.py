@@ -3,10 +3,9 @@
 import multiprocessing as mp
 from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
 
-from moerl.rollout.engines.sglang.sglang_scheduler import _Model, _take_step, _weights
+from moerl.rollout.engines.sglang.sglang_scheduler import _weights
 from moerl.types.errors import WeightError
 
 
@@ -51,15 +50,3 @@ def test_what_all_ranks_find_is_said_once(tmp_path):
 
 def test_without_a_failure_no_rank_raises(tmp_path):
     assert outcomes(tmp_path, ()) == [None, None]
-
-
-def test_a_push_begins_when_the_gpu_is_done_with_the_batch_that_a_pause_left_running(monkeypatch):
-    order = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append(device))
-    model = _Model.__new__(_Model)
-    model._device, model._modules = torch.device("cuda", 3), {}
-    model.installed = SimpleNamespace(begin=lambda: order.append("copies may come"))
-    model.session = SimpleNamespace(begin=lambda manifest: None)
-    scheduler = SimpleNamespace(moerl_model=model, tp_group=SimpleNamespace(rank_in_group=0))
-    _take_step(scheduler, "begin", '{"version": 1, "tensors": [], "pieces": {}}')
-    assert order == [torch.device("cuda", 3), "copies may come"]

@@ -15,7 +15,7 @@ from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
-from moerl.rollout.engines.sglang import sglang_fp8, sglang_pause, sglang_weight_memory
+from moerl.rollout.engines.sglang import sglang_fp8, sglang_patches, sglang_weight_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
 from moerl.weights.receiver_protocol import Loader
@@ -46,20 +46,12 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
         sglang_cpu_fp8.prepare()
         if server_args.speculative_algorithm:
             sglang_cpu_drafts.after_import()
-    from sglang.srt.layers.moe import topk
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
-    from sglang.srt.models.deepseek_common import deepseek_weight_loader
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     setattr(Scheduler, INSTALL_METHOD, _weights)
-    SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
-    deepseek_weight_loader.should_async_load = _in_this_thread
     sglang_fp8.prepare()
     sglang_weight_memory.prepare()
-    sglang_pause.prepare()
-    if server_args.enable_return_routed_experts:
-        topk._can_bypass_trtllm_routing = _routes_are_recorded
-    logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
+    sglang_patches.prepare(records_routes=server_args.enable_return_routed_experts)
     run_scheduler_process(server_args, *args, **kwargs)
 
 
@@ -77,29 +69,6 @@ def _drafts_come(server_args: Any) -> bool:
 def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
     """Needs of all processes of a server, from the `names` of its model's tensors."""
     return needs_of_processes(names, num_processes=server_args.tp_size, expert_parallel=server_args.ep_size)
-
-
-def _has_no_body(record: logging.LogRecord) -> bool:
-    """SGLang logs the arguments of a call in full, here every tensor of a push."""
-    return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
-
-
-def _in_this_thread(weight: torch.Tensor) -> bool:
-    """InstalledBytes notes the copies of its own thread."""
-    return False
-
-
-def _routes_are_recorded(config: Any) -> bool:
-    """SGLang's kernels for Blackwell (flashinfer_trtllm, its own choice there) would choose experts by themselves, and its record of routes
-    be zeros. They take experts that were chosen before as well."""
-    return False
-
-
-def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
-    """SGLang hands requests' seeds to its sampler in its deterministic mode only, which restricts the attention kernels and slows them."""
-    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
-    if info.sampling_seed is None and None not in seeds:
-        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
 
 
 def _weights(scheduler: Any, step: str, body: str) -> None:
@@ -137,7 +106,6 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         model.sleep() if step == "sleep" else model.wake()
         return
     if step == "begin":
-        model.wait_for_batch()
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
     run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
@@ -201,12 +169,6 @@ class _Model:
         loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
         self._device = next(runner.model.parameters()).device
         self.session = WeightSession(specs, loader, needs=needs, device=self._device)
-
-    def wait_for_batch(self) -> None:
-        """SGLang's pause in place lets the batch go on that it has launched, on a stream of its own. Copies of a push, on this thread's,
-        would change weights under it: that stream waits only until the batch has read the scheduler's buffers (_apply_war_barrier)."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def sleep(self) -> None:
         """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
