@@ -64,12 +64,14 @@ def _domain_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
 def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
     """Phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
     ranks, server = planned(hf, config)
-    shares = server is not None and (server.available is None or server.cache > 0) and num_shared(config) > 0
-    worst, phase = _worst(ranks, _TRAINING if shares else PHASES)
+    has_server = server is not None and num_shared(config) > 0
+    shares = has_server and (server.available is None or server.cache > 0)  # else it fits nowhere, which _server_problems tells
+    training = _TRAINING if has_server else PHASES
+    worst, phase = _worst(ranks, training)
     if worst.device(phase) <= gpu.memory_bytes:
         serving = _SERVING
     else:
-        yield _training_problem(config, facts, worst, phase, gpu)
+        yield _training_problem(config, facts, worst, phase, training, gpu)
         serving = ("rollout",)  # less to train with is less to push
     worst, phase = _worst(ranks, serving)
     if shares and worst.device(phase) > gpu.memory_bytes:
@@ -101,11 +103,14 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
 
 
-def _training_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, gpu: GpuConfig) -> Problem:
+def _training_problem(
+    config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, phases: Sequence[Phase], gpu: GpuConfig
+) -> Problem:
+    """`phases`: those in which a change must help."""
     rule, reason = _told(worst, phase, gpu)
     layout = config.train.layout
     value = f"ranks {layout.ranks}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}, etp {layout.etp}"
-    return problem("train.layout", value, rule, reason, training_fixes(config, facts, _TRAINING, gpu.memory_bytes))
+    return problem("train.layout", value, rule, reason, training_fixes(config, facts, phases, gpu.memory_bytes))
 
 
 def _serving_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, gpu: GpuConfig) -> Problem:
