@@ -156,6 +156,12 @@ def test_servers_whose_weights_do_not_fit_are_refused():
     assert "rollout.layout.gpus=32" in told["rollout.layout.gpus"]
 
 
+def test_a_server_that_fits_on_no_gpu_is_not_taken_for_a_fault_of_the_trainer():
+    """No layout of the trainer's makes room for it."""
+    told = refused(KIMI, "rollout.num_servers=32", "rollout.layout.gpus=8", "rollout.layout.ep=8")
+    assert told.keys() == {"rollout.layout.gpus"}
+
+
 def test_a_server_that_cannot_hold_one_request_is_refused():
     context = ("model.max_context=524288", "rollout.max_response_tokens=500000", "train.micro_batch_tokens=524288")
     told = refused(QWEN, *context, *separate(32), "rollout.layout.memory_fraction=0.3", "placement.gpu.host_memory_gib=null")
