@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,29 @@ def test_a_time_of_a_parquet_file_that_python_cannot_hold_is_named_by_its_row(tm
     pyarrow.parquet.write_table(table.append_column("extra_info", times), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=rf"a\.parquet, row {place}: holds {said}"):
         load_dataset(FileData(files=(str(tmp_path / "a.parquet"),)), seed=0)
+
+
+def test_a_row_of_a_parquet_file_is_found_as_fast_in_many_row_groups_as_in_one(tmp_path):
+    table = pyarrow.Table.from_pylist([row(f"{number}=") for number in range(12_000)])
+
+    def seconds(row_group_size):
+        file = tmp_path / f"{row_group_size}.parquet"
+        pyarrow.parquet.write_table(table, file, row_group_size=row_group_size)
+        data = load(str(file))
+        assert [data[index].messages[0]["content"] for index in (0, 4_097, 11_999)] == ["0=", "4097=", "11999="]
+        begin = time.process_time()
+        for index in range(0, 12_000, 6):
+            data[index]
+        return time.process_time() - begin
+
+    assert seconds(2) < 5 * seconds(12_000)
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_named(tmp_path):
+    [column] = pyarrow.Table.from_pylist([{"prompt": row("2+2=")["prompt"]}]).columns
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays([column, column], names=["prompt", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read: has several columns of the name prompt"):
+        load(str(tmp_path / "a.parquet"))
 
 
 def test_rows_of_jsonl_are_counted_by_lines(tmp_path):

@@ -83,24 +83,34 @@ class _JsonLines:
 
 
 class _Parquet:
+    """In batches: a row of a table is searched for in all of its row groups, and a table refuses nested text beyond 2 GB."""
+
     _COLUMNS = ("prompt", "reward_model", "data_source", "extra_info")
+    _BATCH_ROWS = 16_384
 
     def __init__(self, path: Path):
         import pyarrow
         import pyarrow.parquet
 
         try:
-            present = pyarrow.parquet.read_schema(path).names
-            self._table = pyarrow.parquet.read_table(path, columns=[name for name in self._COLUMNS if name in present])
+            with pyarrow.parquet.ParquetFile(path) as file:
+                present = file.schema_arrow.names
+                columns = [name for name in self._COLUMNS if name in present]
+                if twice := [name for name in columns if present.count(name) > 1]:
+                    raise ValueError(f"has several columns of the name {twice[0]}")
+                self._batches = list(file.iter_batches(batch_size=self._BATCH_ROWS, columns=columns))
         except pyarrow.ArrowException as error:
             raise ValueError(str(error)) from error
+        self._starts = [0, *itertools.accumulate(batch.num_rows for batch in self._batches)]
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self._starts[-1]
 
     def decode(self, index: int) -> Any:
+        which = bisect.bisect_right(self._starts, index) - 1
+        batch, local = self._batches[which], index - self._starts[which]
         try:
-            return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+            return {name: batch.column(name)[local].as_py() for name in batch.schema.names}
         except OverflowError as error:
             raise ValueError(f"holds a date, a time or a duration beyond those of Python: {error}") from error
         except ValueError as error:  # whose text is of doubled fields, whatever it came from
