@@ -25,7 +25,7 @@ from moerl.observe.dumps import SampleDumps
 from moerl.observe.failure import FILE, write_failure
 from moerl.observe.logs import RunLog
 from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
-from moerl.observe.records import has_evaluated, metrics_path, read_metrics
+from moerl.observe.records import evaluated_versions, metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
 from moerl.types.errors import RunStopped, StoreError
@@ -67,6 +67,7 @@ class Observer:
             for writer in _open_writers(config):
                 self._writers.append(writer)
                 opened.callback(self._close_writer, writer)
+            self._evaluated = evaluated_versions(config.run_dir)  # once: the file grows with the run
             opened.callback(self.dump_last)
             self._opened = opened.pop_all()
 
@@ -123,7 +124,7 @@ class Observer:
 
     def has_evaluated(self, version: int) -> bool:
         """Whether this process, or an earlier one that this one continues, has recorded an evaluation of `version`."""
-        return has_evaluated(self._run_dir, version)
+        return version in self._evaluated
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation of the weights of `version`, whose step, if there was one, is recorded already."""
@@ -131,6 +132,7 @@ class Observer:
             self._forget_after(version)
         for writer in self._writers:
             writer.write(version, metrics)
+        self._evaluated.add(version)
         told = [f"{name.removeprefix('eval/')} {number(value)}" for name, value in metrics.items() if not name.endswith("_error")]
         self.notice(f"evaluation of step {version}: {', '.join(told)}")
 
@@ -195,6 +197,7 @@ class Observer:
         for writer in self._writers:
             writer.truncate_after(step)
         self._dumps.truncate_after(step)
+        self._evaluated = {version for version in self._evaluated if version <= step}
 
     def _show_phase(self, name: str | None) -> None:
         if self._terminal is not None:

@@ -55,10 +55,10 @@ def trained_rows(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float
     return [row for row in rows if any(name != "step" and not name.startswith("eval/") for name in row)]
 
 
-def has_evaluated(run_dir: Path, version: int) -> bool:
-    """Whether an evaluation of `version` is recorded."""
-    rows = read_metrics(metrics_path(run_dir))
-    return any(row["step"] == version and any(name.startswith("eval/") for name in row) for row in rows)
+def evaluated_versions(run_dir: Path) -> set[int]:
+    """Versions of which an evaluation is recorded."""
+    records = read_records(metrics_path(run_dir))
+    return {record["step"] for record in records if any(name.startswith("eval/") and record[name] is not None for name in record)}
 
 
 def replace_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from moerl.observe.charts import charts
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.failure import FILE
 from moerl.observe.metrics import metric, summarize
-from moerl.observe.records import has_evaluated, metrics_path, read_metrics, read_records, trained_rows
+from moerl.observe.records import evaluated_versions, metrics_path, read_metrics, read_records, trained_rows
 from moerl.observe.terminal import duration, number
 from moerl.train.checkpoint.checkpoint_dirs import newest, version_of
 from moerl.types.errors import ReportError
@@ -70,7 +70,7 @@ def report_finished(config: RunConfig) -> Path | None:
     if saved is None or version_of(saved) < config.num_steps or not metrics_path(config.run_dir).is_file():
         return None
     ends_there = version_of(saved) == config.num_steps  # else the weights of that step are gone
-    if ends_there and is_evaluated(config, config.num_steps) and not has_evaluated(config.run_dir, config.num_steps):
+    if ends_there and is_evaluated(config, config.num_steps) and config.num_steps not in evaluated_versions(config.run_dir):
         return None
     (config.run_dir / FILE).unlink(missing_ok=True)
     return write_report(config.run_dir)

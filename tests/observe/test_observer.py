@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.observer import Observer, PhaseClock, full_reward
-from moerl.observe.records import read_metrics
+from moerl.observe.records import metrics_path, read_metrics
 from moerl.types.errors import ConfigError, HangError, StoreError
 from moerl.types.stats import SavedCheckpoint
 
@@ -235,3 +235,19 @@ def test_time_that_two_checkpoints_took_of_one_step_adds_up(make_config, take_st
     first, second = read_metrics(config.run_dir / "metrics.jsonl")
     assert (first["checkpoint/bytes"], first["checkpoint/blocked_seconds"]) == (2, 0.75)
     assert "checkpoint/blocked_seconds" not in second
+
+
+def test_what_was_evaluated_is_read_once_and_forgotten_with_the_steps_that_a_resumed_run_takes_anew(make_config, console, take_steps):
+    config = make_config()
+    with Observer(config, console=console) as observe:
+        for version in range(1, 5):
+            take_steps(observe, [version])
+            observe.evaluated(version, {"eval/sums/reward": 0.5})
+    with Observer(config, console=console) as observe:
+        metrics_path(config.run_dir).rename(config.run_dir / "elsewhere")  # whoever reads it at every evaluation reads the whole run
+        assert [version for version in range(7) if observe.has_evaluated(version)] == [1, 2, 3, 4]
+        (config.run_dir / "elsewhere").rename(metrics_path(config.run_dir))
+        take_steps(observe, [3])
+        assert [version for version in range(7) if observe.has_evaluated(version)] == [1, 2]
+        observe.evaluated(3, {"eval/sums/reward": 0.5})
+        assert observe.has_evaluated(3)
