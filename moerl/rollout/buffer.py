@@ -136,6 +136,8 @@ class GroupBuffer(TicketBuffer):
         Step k ends no earlier than the k * groups_per_step-th live ticket, as a live one may still be dropped; so what was dropped
         below that ticket certainly belongs to the first k steps.
         """
+        if len(self._dropped) <= (self._max_attempts - 1) * self._groups_per_step:  # no step has lost too many: they need no counting
+            return
         live = list(self._live)
         for step in range(1, self._num_steps + 1):
             num_groups = step * self._groups_per_step

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -393,6 +394,17 @@ def test_a_step_over_the_bound_fails_when_the_steps_before_it_no_longer_hide_it(
             await buffer.take(1)
 
     asyncio.run(main())
+
+
+def test_a_step_that_drops_many_groups_does_not_look_at_all_of_them_for_each():
+    async def seconds(num_drops):
+        buffer, group = make_buffer(groups_per_step=1000, max_staleness=4, max_attempts=20), make_group(0, rewards=(0, 0))
+        begin = time.process_time()
+        for _ in range(num_drops):
+            buffer.drop(await buffer.reserve(), group)
+        return time.process_time() - begin
+
+    assert asyncio.run(seconds(16_000)) < 40 * asyncio.run(seconds(1_000))
 
 
 def test_the_cost_of_a_step_counts_only_its_own_draws():
