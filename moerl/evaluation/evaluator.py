@@ -7,6 +7,7 @@ Nothing here is drawn from the run's prompts or seeds: an evaluation leaves the 
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -122,21 +123,21 @@ class Evaluator:
         file.keep(num_alike(file.found, prompts))
         if file.found:
             logger.info("%s: %d of %d prompts are there already", dataset.name, len(file.found), len(prompts))
-        per_prompt = list(file.found)
+        outcomes = [[outcome_of(record) for record in records] for records in file.found]  # not the records, which hold all text
         with file:
-            async with aclosing(self._answers(dataset, prompts[len(per_prompt) :])) as answers:
+            async with aclosing(self._answers(dataset, prompts[len(outcomes) :])) as answers:
                 async for records in answers:
                     file.add(records)
-                    per_prompt.append(records)
-        outcomes = [[outcome_of(record) for record in records] for records in per_prompt]
+                    outcomes.append([outcome_of(record) for record in records])
         return result_of(dataset.name, outcomes, pass_at=dataset.settings.pass_at)
 
     async def _answers(self, dataset: _Loaded, prompts: Sequence[Prompt]) -> AsyncGenerator[list[Record], None]:
         """In the order of the prompts."""
-        tasks = [asyncio.create_task(self._answer(dataset, prompt)) for prompt in prompts]
+        tasks = deque(asyncio.create_task(self._answer(dataset, prompt)) for prompt in prompts)
         try:
-            for task in tasks:
-                yield await task
+            while tasks:
+                await asyncio.wait([tasks[0]])
+                yield tasks.popleft().result()
         finally:
             for task in tasks:
                 task.cancel()

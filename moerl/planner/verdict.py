@@ -103,9 +103,7 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
 
 
-def _training_problem(
-    config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, phases: Sequence[Phase], gpu: GpuConfig
-) -> Problem:
+def _training_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, phases: Sequence[Phase], gpu: GpuConfig) -> Problem:
     """`phases`: those in which a change must help."""
     rule, reason = _told(worst, phase, gpu)
     layout = config.train.layout
