@@ -279,3 +279,10 @@ def test_another_state_of_what_a_scoring_function_imports_is_another_evaluation(
         assert identity(path) == before
         (tmp_path / "parts" / "inner.py").write_text(f"WEIGHT = 2.0  # {path}\n")
         assert identity(path) != before
+
+
+def test_a_data_set_after_which_no_file_can_be_named_is_refused():
+    data = "{data: {kind: tiny, task: repeat, size: 4, chat_template: false, max_prompt_tokens: 8}}"
+    load_checked([DEMO, f"eval={{datasets: {{{'a' * 200}: {data}}}}}"])
+    with pytest.raises(ConfigError, match="must be at most 200 characters"):
+        load_checked([DEMO, f"eval={{datasets: {{{'a' * 245}: {data}}}}}"])

@@ -123,6 +123,8 @@ def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 _OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PATH", "HOME")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_LONGEST_NAME = 200
+"""Of a data set of an evaluation, in characters."""
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _HANDLERS = ("auto", "gpu", "cpu", "cpu_host_memory")
 """Values of NVSHMEM_IBGDA_NIC_HANDLER."""
@@ -220,6 +222,9 @@ def eval_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             reason = "files and metrics are named after it"
             yield problem(path, name, "must be letters, digits, dots, dashes and underscores", reason, "eval.datasets.math-500={...}")
+        elif len(name) > _LONGEST_NAME:
+            rule, reason = f"must be at most {_LONGEST_NAME} characters", "a file is named after it, with more before and behind"
+            yield problem(path, name, rule, reason, "a shorter name")
         yield from _sample_problems(path, dataset, config.eval)
         yield from _length_problems(path, dataset, config)
         yield from _seed_problems(path, dataset, config)
