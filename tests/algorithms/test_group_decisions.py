@@ -121,6 +121,14 @@ def test_overlong_penalty_falls_linearly_over_the_buffer(length, penalty):
     assert algorithm.rewards(make_group([1.0, 0.0], lengths=[length, 1])).tolist() == [1 + penalty, 0]
 
 
+def test_rewards_of_a_step_are_whitened_over_all_of_its_samples():
+    groups = [make_group([1.0, 0.0, math.nan], errors={2}), make_group([3.0, 1.0, 2.0])]
+    step = build("reinforce_pp", whiten_rewards="true").scored_step(groups)
+    mean, std = 7 / 5, statistics.stdev([1, 0, 3, 1, 2])
+    assert step.rewards_S.tolist() == pytest.approx([(reward - mean) / std for reward in (1, 0, 3, 1, 2)])
+    assert step.group_S.tolist() == [0, 0, 1, 1, 1]
+
+
 def test_a_truncated_completion_gets_the_whole_penalty_even_below_the_limit():
     algorithm = dapo(overlong="penalty", overlong_buffer=4)
     assert algorithm.rewards(make_group([1.0, 0.0], lengths=[5, 5], truncated={0})).tolist() == [0, 0]
@@ -183,6 +191,9 @@ def test_an_adaptive_kl_follows_its_target_and_is_saved_with_a_checkpoint():
     assert after.loss.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
     assert algorithm.after_step(stats_of(0.021), groups).kl_coefficient == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))
     assert algorithm.resumed(after.state()) == after
+    in_reward = grpo(kl_coefficient=0.1, kl_in="reward", kl_target=0.02, kl_horizon=100).after_step(stats_of(0.04), groups)
+    assert (in_reward.kl_coefficient, in_reward.loss.kl_coefficient) == (after.kl_coefficient, 0)
+    assert algorithm.resumed({}) == algorithm
     fixed = grpo(kl_coefficient=0.2)
     assert (fixed.after_step(stats_of(0.04), groups), fixed.state(), fixed.resumed(after.state())) == (fixed, {}, fixed)
 
