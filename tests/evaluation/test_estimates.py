@@ -41,9 +41,12 @@ def test_one_prompt_has_no_standard_error():
 
 
 def test_lengths_parts_truncation_and_samples_that_could_not_be_scored_are_counted():
-    prompts = [[outcome(0.5, length=2, form=1.0), outcome(length=8, truncated=True)], [outcome(length=4, error="late"), outcome(form=0.0)]]
+    prompts = [
+        [outcome(0.5, length=2, form=1.0), outcome(length=8, truncated=True)],
+        [outcome(length=4, error="late"), outcome(error="late", form=0.0)],
+    ]
     result = result_of("mixed", prompts, pass_at=())
-    assert (result.num_prompts, result.samples, result.errors) == (2, 2, 1)
+    assert (result.num_prompts, result.samples, result.errors) == (2, 2, 2)
     assert (result.length_mean, result.truncated, result.reward.mean) == (17 / 4, 0.25, 0.125)
     assert result.parts == {"form": 0.5}
     assert result.plain()["reward"]["mean"] == 0.125
