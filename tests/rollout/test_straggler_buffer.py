@@ -206,6 +206,35 @@ def test_short_groups_do_not_wait_for_long_ones_which_then_train_together():
     assert sorted(ticket for step in order[3:] for ticket in step)[:3] == [0, 3, 6]
 
 
+@pytest.mark.parametrize(("num_steps", "tickets"), [(3, 5), (4, 6)])
+def test_a_round_ahead_has_spare_groups_while_later_ones_can_train_all_that_are_put_off(num_steps, tickets):
+    async def main():
+        buffer = StragglerBuffer(groups_per_step=2, spare_groups=1, max_staleness=1, max_attempts=1, num_steps=num_steps)
+        begun = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                begun.append(await asyncio.wait_for(buffer.reserve(), 0.01))
+        assert begun == [*range(tickets)]
+
+    asyncio.run(main())
+
+
+def test_a_ticket_that_is_parked_before_a_producer_has_it_is_handed_out_with_its_next_round():
+    async def main():
+        buffer = StragglerBuffer(groups_per_step=1, spare_groups=1, max_staleness=0, max_attempts=1, num_steps=2)
+        assert await buffer.reserve() == 0
+        buffer.fill(0, make_group(0))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(buffer.reserve(), 0.01)
+        await buffer.take(1)
+        buffer.release(1)
+        assert await buffer.reserve() == 1
+        buffer.fill(1, make_group(1))
+        assert [group.prompt.index for group in await buffer.take(1)] == [1]
+
+    asyncio.run(main())
+
+
 def test_a_failure_wakes_everyone_with_its_cause():
     cause = OSError("engine gone")
 
