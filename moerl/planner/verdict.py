@@ -64,9 +64,9 @@ def _domain_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
 def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
     """Phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
     ranks, server = planned(hf, config)
-    has_server = server is not None and num_shared(config) > 0
-    shares = has_server and (server.available is None or server.cache > 0)  # else it fits nowhere, which _server_problems tells
-    training = _TRAINING if has_server else PHASES
+    beside = server if num_shared(config) > 0 else None
+    shares = beside is not None and (beside.available is None or beside.cache > 0)  # else it fits nowhere, which _server_problems tells
+    training = PHASES if beside is None else _TRAINING
     worst, phase = _worst(ranks, training)
     if worst.device(phase) <= gpu.memory_bytes:
         serving = _SERVING
