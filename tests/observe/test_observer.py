@@ -144,7 +144,7 @@ def test_a_step_whose_samples_are_lost_counts_and_only_its_dump_is_missing(make_
     observe = Observer(config)
     with monkeypatch.context() as lost:
 
-        def fetch(stored):
+        def fetch(stored, seconds):
             raise StoreError("samples were lost with the process that had received them")
 
         lost.setattr("moerl.observe.dumps.fetch", fetch)

@@ -124,7 +124,7 @@ _OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUD
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PATH", "HOME")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _LONGEST_NAME = 200
-"""Of a data set of an evaluation, in characters."""
+"""Characters of the name of a data set that is evaluated."""
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _HANDLERS = ("auto", "gpu", "cpu", "cpu_host_memory")
 """Values of NVSHMEM_IBGDA_NIC_HANDLER."""
