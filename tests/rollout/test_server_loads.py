@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from test_contract import PROMPT, ask, running
-from tiny_servers import MAX_RUNNING, collector, native_engine, native_param, push, until
+from tiny_servers import MAX_RUNNING, ROUTES, collector, native_engine, native_param, push, until
 
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.types.completion import SamplingParams, ServerLoad
@@ -61,3 +61,32 @@ def test_the_pools_bound_follows_an_engine_that_preempts(run, checkpoints, tmp_p
     assert [answer.completion.num_tokens for answer in answers] == [LONG] * (MAX_RUNNING + 2)
     assert num_preempted > 0 and max(shares) > 0.9 and bound < MAX_RUNNING + 2
     assert idle < 0.2
+
+
+@pytest.mark.engine
+def test_a_request_that_sglang_had_taken_back_goes_on_after_a_push(run, checkpoints, tmp_path):
+    """It waits in SGLang's own queue with tokens, of which the answer to its abort has some, and no routes."""
+    arguments = SMALL_CACHE["sglang-moe"] | {"schedule_conservativeness": 0.03}  # else it begins one only where its whole answer has room
+    engine = native_engine("sglang-moe", checkpoints["moe"], tmp_path, engine_args=arguments)
+
+    async def scenario():
+        await engine.start()
+        try:
+            await push(engine, checkpoints["moe"].tensors, 1)
+            pool = RolloutPool([engine], max_running=MAX_RUNNING, max_queued=0, collector=collector(ROUTES["moe"]), request_seconds=200)
+            pool.fleet.served(pool.fleet.members)
+            sampling = [SamplingParams(max_tokens=LONG, seed=seed, returns_routes=True) for seed in range(MAX_RUNNING)]
+            tasks = [asyncio.create_task(pool.generate(PROMPT, each, f"r{each.seed}")) for each in sampling]
+            await until(engine, lambda health: health.load.cache_share > 0.9)
+            await until(engine, lambda health: health.load.cache_share < 0.8)
+            assert not any(task.done() for task in tasks)
+            await pool.pause("abort")
+            await push(engine, checkpoints["moe"].tensors, 2)
+            await pool.resume()
+            return await asyncio.gather(*tasks)
+        finally:
+            await engine.close()
+
+    completions = [answer.completion for answer in run(scenario())]
+    assert [completion.num_tokens for completion in completions] == [LONG] * MAX_RUNNING
+    assert {len(completion.spans) for completion in completions} == {1, 2}, "one of them began anew"
