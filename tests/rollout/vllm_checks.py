@@ -16,8 +16,10 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.kernels.linear.scaled_mm import cpu
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.platforms.cpu import CpuPlatform
@@ -28,6 +30,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
+from moerl.models.fp8_blocks import quantized
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Options, overrides
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
@@ -226,6 +229,26 @@ def check_weights_in_fp8_are_widened_by_pytorch_also_where_there_is_amx():
         assert torch.float32 in Fp8Config.get_supported_act_dtypes()
         usable = [kernel for kernel in _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] if kernel.is_supported()[0]]
     assert [kernel.apply_weights for kernel in usable] == [vllm_cpu_fp8._linear]
+
+
+def check_a_push_in_fp8_to_kernels_of_deepgemm_is_installed_byte_by_byte():
+    layer, method, kernel = torch.nn.Module(), object.__new__(Fp8LinearMethod), object.__new__(DeepGemmFp8BlockScaledMMKernel)
+    kernel.use_deep_gemm_e8m0 = kernel.is_deep_gemm_supported = True
+    method.fp8_linear, method.use_marlin, method.act_q_static, method.block_quant = kernel, False, False, True
+    layer.quant_method, layer.weight_block_size = method, [128, 128]
+    layer.weight = torch.nn.Parameter(torch.zeros(256, 256).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.weight_scale_inv = torch.nn.Parameter(torch.full((2, 2), 0.3), requires_grad=False)
+    model = torch.nn.ModuleDict({"0": layer})
+    record_metadata_for_reloading(model)
+    model.load_weights = lambda weights: [load(model, name, tensor) for name, tensor in weights]
+    weights = torch.zeros(256, 256)  # a block of zeros, one of tiny values, two whose largest are just above and below a power of two
+    weights[:128, 128:], weights[128:, :128], weights[128:, 128:] = 1e-6, 450 / 2**12, 440 / 2**12
+    values, scales = quantized(weights, "ue8m0")
+    with patch.object(fp8_utils, "transform_sf_into_required_layout", lambda sf, **_: sf):  # as on Hopper (csrc/apis/layout.hpp)
+        method.process_weights_after_loading(layer)
+        assert float(layer.weight_scale_inv[0, 0]) == 2**-22  # others than powers of two are rounded
+        push(model, {"0.weight": values, "0.weight_scale_inv": scales})
+    assert layer.weight.view(torch.uint8).equal(values.view(torch.uint8)) and layer.weight_scale_inv.equal(scales)
 
 
 def check_random_weights_of_a_start_leave_scales_of_caches():

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -19,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from moerl.models.fp8_blocks import round_up_to_power_of_two
 from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
@@ -191,10 +193,20 @@ def _fill_but_scales_of_caches(tensor: torch.Tensor) -> None:
         _fill(tensor)
 
 
+def _requantize_others_than_powers_of_two(weight: torch.Tensor, weight_scale: torch.Tensor, block_size: Sequence[int] = (128, 128)) -> None:
+    """vLLM rounds blocks for DeepGEMM after every load (requant_weight_ue8m0_inplace), also those whose scales are powers of two: one in
+    twenty whose largest value was rounded down to half of the format's gets half its scale and doubled values, and one of zeros or tiny
+    values another scale. The bytes would not be those that were sent."""
+    if not weight_scale.equal(round_up_to_power_of_two(weight_scale)):
+        _requantize(weight, weight_scale, block_size)
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 vllm_sampling.activate()
 _fill = dummy_loader.initialize_single_dummy_weight
 dummy_loader.initialize_single_dummy_weight = _fill_but_scales_of_caches
+_requantize = fp8_utils.requant_weight_ue8m0_inplace
+fp8_utils.requant_weight_ue8m0_inplace = _requantize_others_than_powers_of_two
 if not torch.cuda.is_available():
     vllm_cpu_fp8.prepare()
 
