@@ -17,6 +17,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
 from vllm.model_executor.kernels.linear.scaled_mm import cpu
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.quantization.utils import fp8_utils
@@ -249,6 +251,34 @@ def check_a_push_in_fp8_to_kernels_of_deepgemm_is_installed_byte_by_byte():
         assert float(layer.weight_scale_inv[0, 0]) == 2**-22  # others than powers of two are rounded
         push(model, {"0.weight": values, "0.weight_scale_inv": scales})
     assert layer.weight.view(torch.uint8).equal(values.view(torch.uint8)) and layer.weight_scale_inv.equal(scales)
+
+
+def check_experts_that_are_repacked_in_place_are_compared_before():
+    layer, method = torch.nn.Module(), object.__new__(UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.FLASHINFER_CUTLASS, object()  # as after the start
+    layer.quant_method, layer.moe_config = method, SimpleNamespace(is_act_and_mul=True)
+    layer.w13_weight = torch.nn.Parameter(torch.zeros(1, 4, 2), requires_grad=False)
+    layer.w2_weight = torch.nn.Parameter(torch.zeros(1, 2, 2), requires_grad=False)
+    layer.w13_weight.weight_loader = layer.w2_weight.weight_loader = lambda param, loaded, rows: param.data[0][rows].copy_(loaded)
+    model, told = torch.nn.ModuleDict({"experts": layer}), {}
+    record_metadata_for_reloading(model)
+    rows = {"gate": slice(0, 2), "up": slice(2, 4), "down": slice(0, 2)}
+    sent = {name: torch.arange(4.0).view(2, 2) + number for number, name in enumerate(rows)}
+
+    def load_weights(weights):
+        for name, tensor in weights:
+            parameter = layer.w2_weight if name == "down" else layer.w13_weight
+            parameter.weight_loader(parameter, tensor, rows[name])
+
+    installed = LayerwiseBytes(load_weights, lambda name, places: told.update({name: [place.target.equal(sent[name]) for place in places]}))
+    begin_reload(model, on_cpu=False)
+    for name, tensor in sent.items():
+        installed(name, tensor)
+    with installed.watching():
+        finish_reload(model, None, on_cpu=False)
+    assert told == {name: [True] for name in sent}
+    assert layer.w13_weight[0].equal(torch.cat([sent["up"], sent["gate"]])) and layer.w2_weight[0].equal(sent["down"])
 
 
 def check_random_weights_of_a_start_leave_scales_of_caches():

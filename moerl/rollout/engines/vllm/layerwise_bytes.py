@@ -2,12 +2,13 @@
 
 vLLM keeps the tensors it is given until a layer has all of its own. Then it copies them into new memory in the checkpoint's layout, repacks
 that if its kernels want another one, and copies the result to where the kernels read. Each tensor is compared when these copies are made:
-with what the kernels read if that has the checkpoint's layout, and otherwise with what was repacked. The repacking itself shows in the
-canary's log-probs only.
+with what the kernels read if that has the checkpoint's layout, and otherwise with what was repacked; before that, where it is repacked in
+its own memory. The repacking itself shows in the canary's log-probs only.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,10 @@ Verify = Callable[[str, list[Place]], None]
 
 class LayerwiseBytes:
     """The `load` of a WeightSession's loader, of tensors that are whole and that it keeps."""
+
+    _current: "ClassVar[LayerwiseBytes | None]" = None
+    """That which watches."""
+    _log: CopyLog
 
     def __init__(self, load_weights: LoadWeights, verify: Verify):
         """`verify` is told where each tensor lies once vLLM has copied it."""
@@ -41,9 +46,24 @@ class LayerwiseBytes:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Copies that vLLM makes inside are compared with what was sent."""
-        with CopyLog() as log:
-            yield
-        self._compare([(target, source) for target, source in log.copies if not target.is_meta and not source.is_meta])
+        try:
+            with CopyLog() as self._log:
+                LayerwiseBytes._current = self
+                yield
+        finally:
+            LayerwiseBytes._current = None
+        self._compare_copied()
+
+    @classmethod
+    def repacks_in_place(cls) -> None:
+        """What vLLM has loaded is about to be overwritten by what it is repacked to."""
+        if cls._current is not None:
+            cls._current._compare_copied()
+
+    def _compare_copied(self) -> None:
+        copies, self._log.copies = self._log.copies, []
+        with torch._C.DisableTorchFunction():  # comparing makes copies of its own
+            self._compare([(target, source) for target, source in copies if not target.is_meta and not source.is_meta])
 
     def _compare(self, copies: Copies) -> None:
         places: dict[int, list[Place]] = {}

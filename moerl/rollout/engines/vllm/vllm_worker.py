@@ -11,6 +11,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -201,12 +203,27 @@ def _requantize_others_than_powers_of_two(weight: torch.Tensor, weight_scale: to
         _requantize(weight, weight_scale, block_size)
 
 
+def _compare_before(setup: Callable[..., None]) -> Callable[..., None]:
+    """`setup` of a method for experts, which makes FlashInfer's layouts in the memory of what was loaded (unquantized_fused_moe_method.py),
+    and raises tiny scales there (prepare_fp8_moe_layer_for_fi)."""
+
+    def compared(method: Any, *args: Any, **kwargs: Any) -> None:
+        backend = method.fp8_backend if isinstance(method, Fp8MoEMethod) else method.unquantized_backend
+        if backend.name.startswith("FLASHINFER"):
+            LayerwiseBytes.repacks_in_place()
+        setup(method, *args, **kwargs)
+
+    return compared
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 vllm_sampling.activate()
 _fill = dummy_loader.initialize_single_dummy_weight
 dummy_loader.initialize_single_dummy_weight = _fill_but_scales_of_caches
 _requantize = fp8_utils.requant_weight_ue8m0_inplace
 fp8_utils.requant_weight_ue8m0_inplace = _requantize_others_than_powers_of_two
+for _method in (UnquantizedFusedMoEMethod, Fp8MoEMethod):
+    _method._setup_kernel = _compare_before(_method._setup_kernel)
 if not torch.cuda.is_available():
     vllm_cpu_fp8.prepare()
 
