@@ -44,6 +44,7 @@ OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for s
     "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
     "per_request_spec_decode_metrics": "leave it out",
     "enable_eplb": "rollout.layout.redundant_experts",
+    "max_cudagraph_capture_size": "rollout.layout.cuda_graph_requests",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "master_addr": "leave it out: moerl places the nodes of a server",
 }

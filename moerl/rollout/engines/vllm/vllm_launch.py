@@ -27,7 +27,7 @@ NAMES: dict[str, Names] = {
         "rollout.layout.weights": "quantization",
         "rollout.layout.memory_fraction": "gpu_memory_utilization",
         "rollout.layout.mtp_tokens": "speculative_config",
-        "rollout.layout.cuda_graph_requests": "max_cudagraph_capture_size",
+        "rollout.layout.cuda_graph_requests": "cudagraph_capture_sizes",
     }
 }
 """Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
@@ -75,9 +75,16 @@ def _spread(layout: ServerLayout) -> dict[str, Any]:
         "kv_cache": "fp8" if layout.kv_cache == "fp8" else None,
         "weights": "fp8" if layout.weights == "fp8" else None,
         "memory_fraction": layout.memory_fraction,
-        "cuda_graph_requests": (layout.cuda_graph_requests or 0) * (layout.mtp_tokens + 1) or None,  # vLLM counts tokens
+        "cuda_graph_requests": _graph_sizes(layout.cuda_graph_requests or 0, layout.mtp_tokens + 1) or None,
     }
     return {f"rollout.layout.{name}": value for name, value in values.items() if value is not None}
+
+
+def _graph_sizes(requests: int, tokens: int) -> list[int]:
+    """Batches of up to `requests`, in tokens, of which each request has so many: as many sizes as vLLM makes by itself. Told the largest
+    alone, it leaves out what is no multiple of 8 or 16, and has none at all for one request with drafts (_set_cudagraph_sizes)."""
+    counts = {*(1, 2, 4), *range(8, 256, 8), *range(256, requests, 16), requests}
+    return [count * tokens for count in sorted(counts) if count <= requests] if requests else []
 
 
 def _drafts(options: Options) -> dict[str, Any]:
