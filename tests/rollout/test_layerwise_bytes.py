@@ -37,17 +37,17 @@ Q, K = torch.arange(16.0).view(4, 4), torch.arange(16.0, 24.0).view(2, 4)
 SENT = {"q": Q, "k": K}
 
 
-def load(layer, names=("q", "k")):
+def load(layer, names=("q", "k"), sent=SENT):
     """Tensors that were not installed as they were sent, of those that were installed."""
     found = {}
 
     def verify(name, places):
-        parts = parts_of(places, (0, 0), SENT[name])
-        found[name] = found_digest(parts, SENT[name], tensor_digest(SENT[name])) == tensor_digest(SENT[name])
+        parts = parts_of(places, (0, 0), sent[name])
+        found[name] = found_digest(parts, sent[name], tensor_digest(sent[name])) == tensor_digest(sent[name])
 
     installed = LayerwiseBytes(layer.load_weights, verify)
     for name in names:
-        assert installed(name, SENT[name]) is None, "it is kept"
+        assert installed(name, sent[name]) is None, "it is kept"
     return found
 
 
@@ -71,6 +71,20 @@ def test_a_byte_that_changed_is_found_where_the_kernels_read_or_before_it_is_pac
 
 def test_what_the_kernels_read_counts_not_what_was_copied_there_from():
     assert load(Layer(damage=damaged_before_packing)) == {"q": True, "k": True}
+
+
+def damaged_beyond_sixteen_bits(new, kernel):
+    kernel[5, 1] *= 1 + 2**-12
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_numbers_of_sixteen_bits_that_the_engine_holds_in_float32_pass(packs):
+    assert load(Layer(packs=packs), sent={name: tensor.bfloat16() for name, tensor in SENT.items()}) == {"q": True, "k": True}
+
+
+def test_other_values_than_numbers_of_sixteen_bits_have_are_found():
+    found = load(Layer(damage=damaged_beyond_sixteen_bits), sent={name: tensor.bfloat16() for name, tensor in SENT.items()})
+    assert found == {"q": True, "k": False}
 
 
 def test_a_cast_is_found():

@@ -97,6 +97,16 @@ def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
 
 
 @pytest.mark.matrix
+def test_vllm_gets_bfloat16_of_a_family_whose_routers_it_holds_in_float32(tmp_path):
+    directory = family_servers.write_family("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).directory
+    character_tokenizer(64).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
+    model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
+    found = train_alone(tmp_path / "out", "vllm", *model, "train.dtype=bfloat16", "weights.mismatch_limit=0.2")
+    assert all(row["train/grad_norm"] > 0 for row in found)
+
+
+@pytest.mark.matrix
 def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
     replayed = train_alone(tmp_path / "replayed", "sglang", *BFLOAT16)
     free = train_alone(tmp_path / "free", "sglang", *BFLOAT16, "train.router_replay=off")
