@@ -2,7 +2,7 @@
 and compared with what the trainer sent where they then lie."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -190,6 +190,7 @@ def found_digest(parts: Sequence[Part], received: torch.Tensor, digest: str) -> 
     """`digest`, which the trainer's bytes have, if each of the `parts`, in which a process holds a piece or some of it, has the trainer's
     bytes too; else that of what is there instead. Each byte that is held is read once for its digest; only of a piece that is held in
     part the digest is of what came, with which the part is compared."""
+    parts = [replace(part, held=_as_sent(part.held, received.dtype)) for part in parts]
     whole = [part.held for part in parts if part.held.numel() == received.numel()]
     rest = [part for part in parts if part.held.numel() < received.numel()]
     for held in whole:
@@ -217,3 +218,12 @@ def _digest_with(parts: Sequence[Part], received: torch.Tensor) -> str:
     for part in parts:
         piece[part.place].copy_(part.held)
     return tensor_digest(piece)
+
+
+def _as_sent(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`held` in `dtype`, if it is float32 of numbers of 16 bits and has no other values: both engines hold some routers in float32,
+    GLM-4.5's, whatever the model's dtype is. Else as it is."""
+    if held.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+        return held
+    narrow = held.to(dtype)
+    return narrow if narrow.float().equal(held) else held

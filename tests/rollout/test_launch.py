@@ -62,19 +62,18 @@ def test_every_field_of_a_layout_becomes_the_argument_that_the_table_names(launc
     assert {argument for setting, argument in names.items() if setting != "train.router_replay"} <= set(rendered)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("mtp_tokens", [0, 3, 4, 16])
 def test_sglang_has_room_for_the_drafts_of_a_request_that_fills_the_context(mtp_tokens):
     """It reserves the tokens of two passes that check drafts."""
     given = options(ServerLayout(mtp_tokens=mtp_tokens))
     rendered = sglang.arguments(given, sglang.TESTED)
     assert rendered["context_length"] == sglang.positions_of_request(given) >= given.max_context + 2 * (mtp_tokens + 1)
-=======
+
+
 @pytest.mark.parametrize(("requests", "drafts", "sizes"), [(1, 2, [3]), (20, 0, [1, 2, 4, 8, 16, 20]), (10, 1, [2, 4, 8, 16, 20])])
 def test_vllm_captures_graphs_of_the_largest_batch_that_is_asked_for(requests, drafts, sizes):
     layout = ServerLayout(cuda_graph_requests=requests, mtp_tokens=drafts)
     assert vllm.arguments(options(layout), vllm.TESTED)["cudagraph_capture_sizes"] == sizes
->>>>>>> ab4437ee (vLLM captures graphs of as many requests as rollout.layout.cuda_graph_requests says)
 
 
 def test_nodes_of_a_server_differ_in_their_rank_alone():

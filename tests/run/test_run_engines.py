@@ -96,13 +96,14 @@ def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
     assert all(1 <= row["fleet/acceptance_length"] <= 3 for row in found if name == "deepseek_v3")
 
 
-@pytest.mark.matrix
-def test_vllm_gets_bfloat16_of_a_family_whose_routers_it_holds_in_float32(tmp_path):
+@pytest.mark.matrix(turn=0)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_gets_bfloat16_of_a_family_whose_routers_it_holds_in_float32(engine, tmp_path):
     directory = family_servers.write_family("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).directory
     character_tokenizer(64).save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
     model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
-    found = train_alone(tmp_path / "out", "vllm", *model, "train.dtype=bfloat16", "weights.mismatch_limit=0.2")
+    found = train_alone(tmp_path / "out", engine, *model, "train.dtype=bfloat16", "weights.mismatch_limit=0.2")
     assert all(row["train/grad_norm"] > 0 for row in found)
 
 

@@ -3,8 +3,7 @@
 vLLM keeps the tensors it is given until a layer has all of its own. Then it copies them into new memory in the checkpoint's layout, repacks
 that if its kernels want another one, and copies the result to where the kernels read. Each tensor is compared when these copies are made:
 with what the kernels read if that has the checkpoint's layout, and otherwise with what was repacked; before that, where it is repacked in
-its own memory. The repacking itself shows in the canary's log-probs only. What vLLM holds in float32 whatever the model's dtype is, as
-GLM-4.5's routers, is compared in the dtype in which it was sent.
+its own memory. The repacking itself shows in the canary's log-probs only.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,22 +70,13 @@ class LayerwiseBytes:
         moves = [(target, source) for target, source in copies if memory_of(source) not in self._kept and _is_whole(source)]
         for target, source in copies:
             if (kept := self._kept.get(memory_of(source))) is not None:
-                held = _as_sent(_followed(target, moves), source.dtype)
-                places.setdefault(memory_of(source), []).extend(places_of(held, source, kept[1]))
+                places.setdefault(memory_of(source), []).extend(places_of(_followed(target, moves), source, kept[1]))
         for address, found in places.items():
             self._verify(self._kept.pop(address)[0], found)
 
 
 def _is_whole(source: torch.Tensor) -> bool:
     return source.untyped_storage().nbytes() == source.numel() * source.element_size()
-
-
-def _as_sent(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`held` in `dtype`, if it is float32 of numbers of 16 bits and has no other values; else as it is."""
-    if held.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
-        return held
-    narrow = held.to(dtype)
-    return narrow if narrow.float().equal(held) else held
 
 
 def _followed(target: torch.Tensor, moves: Copies) -> torch.Tensor:
