@@ -36,7 +36,9 @@ def find_ports(root: Path = Path("/")) -> tuple[Port, ...] | Absent:
         # An rdma-core older than the adapter does not know its speed; the kernel does.
         rates = {port.name: port.gbit for port in read_ports(adapters)}
         return tuple(replace(port, gbit=rates.get(port.name)) if port.gbit is None else port for port in parse_ports(said))
-    if "No IB devices found" in said.reason:
+    # A kernel without InfiniBand's modules, as on nodes without adapters, knows no list of them.
+    no_list = "Function not implemented" in said.reason and not any(adapters.glob("*"))
+    if "No IB devices found" in said.reason or no_list:
         return ()
     return read_ports(adapters) if not said.is_fault and adapters.is_dir() else said
 

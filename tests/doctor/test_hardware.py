@@ -135,6 +135,14 @@ def test_tools_that_find_no_device_found_none(fake_tools):
     assert find_ports() == ()
 
 
+def test_a_kernel_without_infiniband_has_no_ports_unless_there_are_adapters(fake_tools, tmp_path):
+    fake_tools(ibv_devinfo="echo 'Failed to get IB devices list: Function not implemented' >&2; exit 255")
+    assert find_ports(tmp_path) == ()
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
+    found = find_ports(tmp_path)
+    assert isinstance(found, Absent) and found.is_fault
+
+
 def test_a_tool_that_hangs_is_a_fault(fake_tools, monkeypatch):
     monkeypatch.setattr("moerl.hardware.hardware_tools._SECONDS", 0.2)
     fake_tools(ibv_devinfo="exec sleep 60")
