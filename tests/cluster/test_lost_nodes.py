@@ -1,5 +1,6 @@
 """Lost nodes: remembered over the tries of a job, up to a number; and what its script makes of them, with stand-ins for Slurm."""
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -40,14 +41,16 @@ def test_the_marks_are_where_the_script_looks(tmp_path: Path):
 class Script:
     """The job's script with stand-ins for srun, squeue, sinfo and scontrol; the last writes down what it is asked to change."""
 
-    def __init__(self, directory: Path, *, nodes: list[str], excluded: str = "(null)"):
+    def __init__(self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)"):
+        """`nodes`: that answer; NAME STATE of those that are not idle."""
         self.directory = directory
-        shown = f"JobId=7 JobName=x ReqNodeList=(null) ExcNodeList={excluded} NodeList=n0"
+        shown = f"JobId=7 JobName=x ReqNodeList={required} ExcNodeList={excluded} NodeList=n0"
+        answering = shlex.join(node if " " in node else f"{node} idle" for node in nodes)
         hostnames = f"{{ echo '{excluded}' | tr , '\\n'; }}"
         programs = {
             "srun": 'for word; do case "$word" in --marks=*) file="${word#*=}.lost" ;; esac; done; . ./step',
             "squeue": "echo RUNNING",
-            "sinfo": f"printf '%s\\n' {' '.join(nodes)}",
+            "sinfo": f"printf '%s\\n' {answering}",
             "scontrol": f'case "$1 $2" in "show job") echo "{shown}" ;; "show hostnames") {hostnames} ;; *) echo "$@" >> asked ;; esac',
         }
         for name, body in programs.items():
@@ -87,6 +90,28 @@ def test_a_node_that_cannot_be_spared_is_not_excluded(tmp_path: Path, excluded: 
     done = script.run('echo n1 >> "$file"; exit 203')
     assert script.asked == ["requeue 7"]
     assert done.stderr == "n1 not excluded: 1 nodes of the partition would be left, and the job needs 2\n"
+
+
+@pytest.mark.parametrize("state", ["drain", "drng", "maint", "resv", "down*"])
+def test_a_node_that_takes_no_jobs_is_none_to_go_to(tmp_path: Path, state: str):
+    script = Script(tmp_path, nodes=["n0 comp", "n1", f"n2 {state}"])
+    done = script.run('echo n1 >> "$file"; exit 203')
+    assert script.asked == ["requeue 7"]
+    assert "n1 not excluded: 1 nodes of the partition would be left" in done.stderr
+
+
+@pytest.mark.parametrize("state", ["alloc", "mix-", "idle~", "plnd"])
+def test_a_node_that_is_busy_or_asleep_is_one_to_wait_for(tmp_path: Path, state: str):
+    script = Script(tmp_path, nodes=["n0 comp", "n1", f"n2 {state}"])
+    script.run('echo n1 >> "$file"; exit 203')
+    assert script.asked[-1] == "update JobId=7 ExcNodeList=n1"
+
+
+def test_a_job_that_asks_for_nodes_by_name_keeps_them_all(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"], required="n[0-1]")
+    done = script.run('echo n1 >> "$file"; exit 203')
+    assert script.asked == ["requeue 7"]
+    assert done.stderr == "n1 not excluded: the job asks for nodes by name\n"
 
 
 def test_a_try_that_lost_none_changes_nothing_and_the_end_removes_the_file(tmp_path: Path):
