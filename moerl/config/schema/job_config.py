@@ -106,7 +106,7 @@ class KubernetesConfig(Strict):
     retries: NotNegative = 3
     """Each is a new Ray cluster; the run goes on from its newest checkpoint."""
     max_seconds: Positive | None = None
-    """Time of the whole job, retries too; then KubeRay ends it for good. None: no limit."""
+    """Time of a cluster, anew with every retry; when it is over KubeRay ends the job for good. None: no limit."""
     end_seconds: Annotated[int, Field(ge=30)] = 300
     """A pod that must go waits so long for the run to save; longer than an update, a push and a checkpoint take."""
 
