@@ -22,6 +22,15 @@ from moerl.types.exit_codes import ExitCode
 INHERITED = ("HOME", "USER", "LANG", "PATH")
 """Variables that a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
 
+_WHICH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Variables of the submission's that sbatch itself needs."""
+_OPTIONS = (
+    "CPUS_PER_GPU", "CPUS_PER_TASK", "DISTRIBUTION", "GPU_BIND", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "HINT",
+    "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NTASKS_PER_GPU", "THREADS_PER_CORE", "TRES_PER_TASK",
+)  # fmt: skip
+"""Variables, without SLURM_, that an allocation has by its own options and srun takes for options. sbatch hands every SLURM_ variable on,
+whatever --export says, also those of an allocation in which it was called."""
+
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 _HERE = '"$PWD"'
 """The directory of submission: jobs start there, and relative paths of the configuration mean it."""
@@ -79,7 +88,10 @@ def _sbatch(*arguments: str) -> str:
     program = shutil.which("sbatch")
     if program is None:
         raise MoerlError("sbatch is not on PATH here: launch where Slurm's commands are, or take the script of --dry-run there")
-    done = subprocess.run([program, "--parsable", *arguments], capture_output=True, text=True, check=False)
+    # Those of an allocation in which it is called would reach the job, as if they were the job's own.
+    foreign = {name for name in os.environ if name.startswith("SLURM_") and "SLURM_JOB_ID" in os.environ} - {*_WHICH_SLURM}
+    environment = {name: value for name, value in os.environ.items() if name not in foreign}
+    done = subprocess.run([program, "--parsable", *arguments], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise MoerlError(f"sbatch refused the job (exit code {done.returncode}):\n{done.stderr.strip()}")
     return done.stdout.strip()
@@ -136,9 +148,11 @@ def render_convert(slurm: SlurmConfig) -> str:
 def _render(slurm: SlurmConfig, *, directives: list[str], **words: object) -> str:
     exported = f"--export={','.join([*INHERITED, *slurm.pass_environment])}"
     exports = [f"{name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
+    own = {"GPUS_PER_NODE"} if any(line.startswith("--gpus-per-node=") for line in directives) else set()
+    foreign = f"SLURM_{{{','.join(name for name in _OPTIONS if name not in own)}}}"
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     template = environment.from_string(_TEMPLATE.read_text())
-    return template.render(directives=[*directives, exported, "--output=%x-%j.out"], exports=exports, **words)
+    return template.render(directives=[*directives, exported, "--output=%x-%j.out"], exports=exports, foreign=foreign, **words)
 
 
 def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:

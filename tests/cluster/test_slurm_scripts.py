@@ -178,6 +178,31 @@ def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pyt
         submit(load(overrides), rendered(*overrides))
 
 
+ALLOCATION = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1", "SLURM_GPUS": "1", "SLURM_GPUS_PER_NODE": "1", "SLURM_MEM_PER_NODE": "500"}
+
+
+def test_a_job_is_none_of_the_allocation_in_which_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """sbatch would hand its variables on."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nenv | grep ^SLURM_ > seen\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**ALLOCATION, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CONF": "/etc/slurm.conf"}.items():
+        monkeypatch.setenv(name, value)
+    overrides = [DEMO, f"output_dir={tmp_path}"]
+    assert submit(load(overrides), rendered(*overrides)).startswith("job 7: ")
+    assert (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n"
+
+
+def test_a_shipped_script_takes_no_options_of_the_allocation_in_which_it_was_submitted(tmp_path: Path):
+    (tmp_path / "srun").write_text("#!/bin/sh\nenv | grep ^SLURM_ | sort\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **ALLOCATION}
+    for name, of_gpus in {"convert": [], "grpo_deepseek": ["SLURM_GPUS_PER_NODE=1"]}.items():
+        command = ["bash", str(ROOT / "slurm" / f"{name}.sbatch")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.stdout.splitlines() == [*of_gpus, "SLURM_JOB_ID=5", "SLURM_RESTART_COUNT=1"]
+
+
 def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = [DEMO, f"output_dir={tmp_path}"]
