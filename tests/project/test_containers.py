@@ -53,6 +53,11 @@ def test_servers_are_looked_for_where_the_image_has_them():
     assert f"{directory}/{inside.parts[0]}" in DOCKERFILE.replace("${ENGINE}", rollout.engine)
 
 
+def test_an_image_has_the_programs_that_kuberay_runs_in_a_pod():
+    """Probes of KubeRay 1.5: bash -c "wget ... | grep success" (controllers/ray/common/pod.go, initLivenessAndReadinessProbe)."""
+    assert "wget" in (CONTAINERS / "system.sh").read_text().split()
+
+
 def test_what_is_built_from_source_is_named_by_commit():
     script = (CONTAINERS / "install.sh").read_text()
     commits = dict(re.findall(r"^([A-Z]+)=([0-9a-f]{40})\b", script, re.MULTILINE))
