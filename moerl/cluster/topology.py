@@ -11,6 +11,7 @@ from itertools import chain
 
 from moerl.types.errors import ConfigError, Problem
 
+_FIELD = re.compile(r'([\w.]+)\s*=\s*(?:"([^"]*)"|(\S+))')
 _PART = re.compile(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*|\[[^\]]*\][^,\[\]]*")
 
 
@@ -59,9 +60,8 @@ def _read(text: str) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence
     """(nodes, switches) right below each switch; a block is a switch of nodes."""
     nodes: dict[str, Sequence[str]] = {}
     switches: dict[str, Sequence[str]] = {}
-    for line in text.splitlines():
-        fields = dict(field.split("=", 1) for field in line.partition("#")[0].split() if "=" in field)
-        settings = {name.lower(): value for name, value in fields.items()}
+    for line in _lines(text):
+        settings = {name.lower(): quoted or plain for name, quoted, plain in _FIELD.findall(line)}
         if "blockname" in settings and "nodes" in settings:
             nodes[settings["blockname"]] = expand(settings["nodes"])
         elif "switchname" in settings and "nodes" in settings:
@@ -69,6 +69,19 @@ def _read(text: str) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence
         elif "switchname" in settings and "switches" in settings:
             switches[settings["switchname"]] = expand(settings["switches"])
     return nodes, switches
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines as Slurm has them (src/common/parse_config.c): without comments, one that ends in a backslash together with the next."""
+    line = ""
+    for part in text.splitlines():
+        line += part.partition("#")[0].rstrip()
+        if line.endswith("\\"):
+            line = line[:-1]
+        else:
+            yield line
+            line = ""
+    yield line
 
 
 def _leaves(switch: str, nodes: Mapping[str, Sequence[str]], switches: Mapping[str, Sequence[str]]) -> Iterator[str]:

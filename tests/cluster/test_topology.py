@@ -70,3 +70,8 @@ def test_a_name_with_its_domain_is_found_by_its_first_part_unless_the_file_has_i
 def test_a_line_that_places_no_node_names_the_nodes_that_it_leaves_out(text):
     with pytest.raises(ConfigError, match="the place of gpu01 in the network is not known"):
         by_topology(["gpu01"], text, path="x")
+
+
+def test_lines_are_continued_quoted_and_spaced_as_slurm_allows():
+    text = 'SwitchName=l0 \\\n  Nodes="n[0,2]"\nSwitchName = l1 Nodes = n1,\\  # so far\nn3\nSwitchName=s \\\n Switches=l1,l0\n'
+    assert by_topology(["n0", "n1", "n2", "n3"], text, path="t") == ["n1", "n3", "n0", "n2"]
