@@ -57,7 +57,9 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
     if tasks != nodes:
         reason = "each task would measure the others as if they were nodes"
         rule = f"must be one per node; the step has {tasks} tasks on {nodes} nodes"
-        raise ConfigError([problem("srun --ntasks-per-node", tasks / nodes, rule, reason, "srun --ntasks-per-node=1 moerl doctor")])
+        # Without --ntasks srun starts as many as the allocation was made for.
+        fix = f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 moerl doctor"
+        raise ConfigError([problem("srun --ntasks-per-node", tasks / nodes, rule, reason, fix)])
     step = "-".join(environment.get(f"SLURM_{part}", "0") for part in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
     return Slurm(index=int(environment["SLURM_PROCID"]), names=tuple(expand(environment["SLURM_STEP_NODELIST"])), step=step)
 
