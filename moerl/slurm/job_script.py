@@ -73,7 +73,9 @@ def submit(config: RunConfig, script: str) -> str:
         fix = "output_dir= of a directory on storage that every node can write"
         raise ConfigError([problem("output_dir", config.output_dir, "cannot be written", reason, fix)]) from error
     # Slurm makes no directories, so that only here, where this one exists, the log can go there.
-    job = _sbatch(f"--output={str(directory).replace('%', '%%')}/%j.out", str(file))
+    # On the command line too: a variable such as SBATCH_PARTITION would win over the script.
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    job = _sbatch(*directives, f"--output={str(directory).replace('%', '%%')}/%j.out", str(file))
     return f"job {job}: {config.name}, log {directory}/{job.split(';')[0]}.out"
 
 

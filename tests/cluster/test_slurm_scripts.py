@@ -193,6 +193,20 @@ def test_a_job_is_none_of_the_allocation_in_which_it_was_launched(tmp_path: Path
     assert (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n"
 
 
+def test_no_variable_of_sbatchs_wins_over_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It reads them after the script, and its command line after them."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > seen\necho 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    overrides = [DEMO, "slurm.partition=gpu", f"output_dir={tmp_path}"]
+    submit(load(overrides), rendered(*overrides))
+    seen = (tmp_path / "seen").read_text().splitlines()
+    assert {"--partition=gpu", "--requeue", "--exclusive", "--export=HOME,USER,LANG,PATH"} <= set(seen)
+    assert [word for word in seen if word.startswith("--output=")][-1].endswith("/slurm/%j.out")
+    assert seen[-1].endswith("/slurm/job.sbatch")
+
+
 def test_a_shipped_script_takes_no_options_of_the_allocation_in_which_it_was_submitted(tmp_path: Path):
     (tmp_path / "srun").write_text("#!/bin/sh\nenv | grep ^SLURM_ | sort\n")
     (tmp_path / "srun").chmod(0o755)
