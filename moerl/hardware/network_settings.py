@@ -218,7 +218,11 @@ def fabric_ports(ports: tuple[Port, ...] | Absent, topology: Topology | Absent) 
 def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
     if isinstance(ports, Absent):
         return ports.reason
-    if any(port.is_active for port in ports):
+    active = [port for port in ports if port.is_active]
+    if active and all(port.link_layer not in ("InfiniBand", "Ethernet") for port in active):
+        names = ", ".join(port.name for port in active)
+        return f"RDMA of neither InfiniBand nor Ethernet ({names}), as EFA is: NCCL needs a network plugin for it"
+    if active:
         return "RDMA over Ethernet only: which ports carry the compute network cannot be seen here; set network.variables.NCCL_IB_HCA"
     return "no RDMA port is active" if ports else "no RDMA adapter"
 

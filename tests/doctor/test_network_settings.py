@@ -181,6 +181,10 @@ def test_blackwell_keeps_its_queues():
     ("changes", "why"),
     [
         (dict(ports=parse_ports(output("ibv_devinfo_roce.txt"))), "RDMA over Ethernet only"),
+        (
+            dict(ports=parse_ports(output("ibv_devinfo_roce.txt").replace("Ethernet", "Unspecified"))),
+            "RDMA of neither InfiniBand nor Ethernet",
+        ),
         (dict(ports=Absent(reason="ibv_devinfo is not on PATH")), "ibv_devinfo is not on PATH"),
         (dict(ports=()), "no RDMA adapter"),
     ],

@@ -17,6 +17,7 @@ from moerl.hardware.nvidia import parse_gpus, parse_links
 
 QUERY, FABRIC = output("h100_query.csv"), output("h100_fabric.csv")
 
+EFA = parse_ports(output("ibv_devinfo_roce.txt").replace("Ethernet", "Unspecified"))
 NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)", "PORT_INIT (2)"))
 
 
@@ -78,6 +79,7 @@ FAULTS = [
     ("InfiniBand", "fail", "not active: mlx5_0:1, mlx5_1:1", dict(ports=NO_MANAGER)),
     ("InfiniBand", "ok", "8 ports at 400 Gb/s; left out: mlx5_4:1 at 100 Gb/s", dict()),
     ("InfiniBand", "skipped", "RDMA over Ethernet only: mlx5_0:1", dict(ports=parse_ports(output("ibv_devinfo_roce.txt")))),
+    ("InfiniBand", "skipped", "of neither InfiniBand nor Ethernet: mlx5_0:1", dict(ports=EFA)),
     ("InfiniBand", "skipped", "no RDMA adapter", dict(ports=())),
     ("InfiniBand", "fail", "code 1", dict(ports=Absent(reason="ibv_devinfo ended with code 1: Failed to open", is_fault=True))),
     ("GPUDirect RDMA", "fail", "nvidia_peermem is not", dict(gpudirect=Absent(reason="nvidia_peermem is not loaded", is_fault=True))),

@@ -47,13 +47,16 @@ def _infiniband(facts: NodeFacts) -> Finding:
     ]
     found = f"{len(fabric)} ports at {', '.join(rates)}" if fabric else "no active port"
     found += f"; left out: {', '.join(left_out)}" if left_out else ""
-    ethernet = [port.name for port in ports if port.is_active and port.link_layer != "InfiniBand"]
+    others = [port for port in ports if port.is_active and port.link_layer != "InfiniBand"]
     if down:
         fix = f"ibstat {down[0].split(':')[0]}  # cable, switch port, or subnet manager"
         found = f"{found}; not active: {', '.join(down)}"
-        return bad("InfiniBand", found, "every port active", fix, fails=not fabric and not ethernet)
+        return bad("InfiniBand", found, "every port active", fix, fails=not fabric and not others)
+    if not fabric and others:
+        kind = "over Ethernet only" if others[0].link_layer == "Ethernet" else "of neither InfiniBand nor Ethernet"
+        return skipped("InfiniBand", f"RDMA {kind}: {', '.join(port.name for port in others)}")
     if not fabric:
-        return skipped("InfiniBand", f"RDMA over Ethernet only: {', '.join(ethernet)}" if ethernet else "no port is active")
+        return skipped("InfiniBand", "no port is active")
     return ok("InfiniBand", found, "every port active")
 
 
