@@ -74,7 +74,8 @@ def submit(config: RunConfig, script: str) -> str:
         raise ConfigError([problem("output_dir", config.output_dir, "cannot be written", reason, fix)]) from error
     # Slurm makes no directories, so that only here, where this one exists, the log can go there.
     # On the command line too: a variable such as SBATCH_PARTITION would win over the script.
-    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    lines = (line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH "))
+    directives = [word for line in lines for word in shlex.split(line)]
     job = _sbatch(*directives, f"--output={str(directory).replace('%', '%%')}/%j.out", str(file))
     return f"job {job}: {config.name}, log {directory}/{job.split(';')[0]}.out"
 

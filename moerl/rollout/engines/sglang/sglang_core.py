@@ -68,12 +68,11 @@ def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None)
 
 
 def start(options: Options) -> "SGLangCore":
-    layout = options.layout
     # On one node SGLang meets at ports that are the same for every server with data-parallel attention if it is not told others.
-    meets = {"dist_init_addr": f"127.0.0.1:{free_ports(NUM_PORTS)}"} if layout.dp > 1 and layout.nodes == 1 else {}
+    meets = {"dist_init_addr": f"127.0.0.1:{free_ports(NUM_PORTS)}"} if options.layout.dp > 1 and options.layout.nodes == 1 else {}
     engine = _engine(options, meets)
     routes = shape_of_config(read_config(options.model)).routes if options.returns_routes else None
-    core = SGLangCore(engine, routes, num_groups=layout.dp)
+    core = SGLangCore(engine, routes, num_groups=options.layout.dp)
     if engine.tokenizer_manager.max_req_input_len < (most := options.max_context):  # it would end longer requests as if they were complete
         core.close()
         raise EngineError(f"model.max_context = {most}: no room in SGLang's cache; lower it, or raise rollout.layout.memory_fraction")

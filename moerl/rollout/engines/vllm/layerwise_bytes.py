@@ -56,7 +56,7 @@ class LayerwiseBytes:
 
     @classmethod
     def repacks_in_place(cls) -> None:
-        """What vLLM has loaded is about to be overwritten by what it is repacked to."""
+        """Compares what has been loaded so far: what it is repacked to is about to overwrite it."""
         if cls._current is not None:
             cls._current._compare_copied()
 
