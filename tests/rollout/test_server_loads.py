@@ -40,7 +40,7 @@ def test_the_pools_bound_follows_an_engine_that_preempts(run, checkpoints, tmp_p
     async def watch():
         while True:
             shares.append((await engine.health()).load.cache_share)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.01)
 
     async def scenario():
         await engine.start()
