@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from moerl.cluster.forks import ray_agent
+
 SCRIPT = """
 import psutil, ray
 from moerl.cluster.forks.local_ray import local_ray
@@ -40,3 +42,11 @@ def test_agents_stand_in_until_a_task_brings_an_environment():
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=240)
     assert done.stdout == EXPECTED, done.stderr
+
+
+def test_an_agent_ends_whose_raylet_was_killed_before_it_began(tmp_path):
+    """Its parent is another process then, of whose end nobody would tell it either."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    command = [sys.executable, ray_agent.__file__, sys.executable, "agent.py", f"--session-dir={tmp_path}", "--node-id=1"]
+    subprocess.run(command, env={**os.environ, "RAY_RAYLET_PID": str(gone.pid)}, timeout=60, check=True)

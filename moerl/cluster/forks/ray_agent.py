@@ -24,9 +24,8 @@ _SERVED = "runtime_env_agent_port"
 
 
 def main(command: Sequence[str]) -> None:
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != int(os.environ["RAY_RAYLET_PID"]):  # it was killed before, and nobody will tell of it again
         return
     options = dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
     if "runtime-env-agent-port" not in options:
