@@ -27,6 +27,11 @@ def was_killed(error: BaseException) -> bool:
     return isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and not error.actor_init_failed)
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether the process was killed, or the node is gone that it was to be on: the same command may go on."""
+    return was_killed(error) or isinstance(error, ActorUnschedulableError)
+
+
 def lost_node(error: BaseException) -> str | None:
     """Ray's word on how the node of the actor was lost; None: that is not why it is gone."""
     found = _LOST_NODE.search(str(error))

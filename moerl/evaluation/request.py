@@ -1,6 +1,5 @@
 """Which checkpoint `moerl eval` evaluates, in which directory, and what is wrong with that. Imports no torch."""
 
-import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from moerl.config.derive.eval_settings import reward_of
 from moerl.config.load import to_plain
 from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.run_config import RunConfig
-from moerl.rewards.reward_rules import source_file
+from moerl.rewards.reward_rules import source_files
 from moerl.train.checkpoint.checkpoint_check import check
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
 from moerl.types.errors import NOT_SET, Problem, problem
@@ -56,30 +55,8 @@ def _function_files(config: RunConfig) -> list[Path]:
     """Files of functions that score, and those beside them that they import."""
     assert config.eval is not None
     terms = (term for dataset in config.eval.datasets.values() for term in reward_of(config, dataset).terms.values())
-    found: set[Path] = set()
-    for source in {split_path(term.path)[0] for term in terms if term.path is not None}:
-        if (file := source_file(source)) is not None:
-            _add_imported(file, file.parent, found)
-    return sorted(found)
-
-
-def _add_imported(file: Path, folder: Path, found: set[Path]) -> None:
-    found.add(file)
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # no Python, or a module that is imported in some cases only
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        module = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) and node.module else []
-        base = file.parents[node.level - 1] if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents) else folder
-        for parts in [module, *([*module, *alias.name.split(".")] for alias in node.names)]:
-            for length in range(1, len(parts) + 1):
-                path = base.joinpath(*parts[:length])
-                for other in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
-                    if other not in found and other.is_file():
-                        _add_imported(other, folder, found)
+    sources = {split_path(term.path)[0] for term in terms if term.path is not None}
+    return sorted(set().union(*map(source_files, sources)))
 
 
 def kind_of(directory: Path) -> Literal["run", "hf"] | None:

@@ -82,7 +82,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
     except ValueError:
         yield from problem("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name")
         return
-    file = source_file(source)
+    file = _source_file(source)
     if file is None:
         where = f"looked at {Path(source).absolute()}" if source.endswith(".py") else "it is not on sys.path"
         yield from problem("names no module", where, "the path of the file, or an installed module")
@@ -99,7 +99,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
         yield from problem(*broken, f"def {name}({', '.join(FUNCTION_ARGUMENTS)}) in {file}")
 
 
-def source_file(source: str) -> Path | None:
+def _source_file(source: str) -> Path | None:
     """The file that holds the module; found without importing it or its parent packages."""
     if source.endswith(".py"):
         return Path(source) if can_be(Path(source)) and Path(source).is_file() else None
@@ -113,6 +113,34 @@ def source_file(source: str) -> Path | None:
             return None
         search = spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def source_files(source: str) -> set[Path]:
+    """The file that holds the module, and those in its folder that it imports, or one of these; nothing is imported here. A module that
+    lies among all installed packages is one file."""
+    first = _source_file(source)
+    found, left = ({first}, [first]) if first is not None else (set(), [])
+    while left and first is not None and first.parent.name not in ("site-packages", "dist-packages"):
+        new = set(_imported_files(left.pop(), first.parent)) - found
+        found |= new
+        left += new
+    return found
+
+
+def _imported_files(file: Path, folder: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # no Python, or a module that is imported in some cases only
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        module = node.module.split(".") if isinstance(node, ast.ImportFrom) and node.module else []
+        base = file.parents[node.level - 1] if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents) else folder
+        for parts in [module, *([*module, *alias.name.split(".")] for alias in node.names)]:
+            for length in range(1, len(parts) + 1):
+                path = base.joinpath(*parts[:length])
+                yield from filter(Path.is_file, (path.with_name(f"{path.name}.py"), path / "__init__.py"))
 
 
 def _broken_rule(tree: ast.Module, name: str) -> tuple[str, str] | None:

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from moerl.cluster.error_texts import headline, is_consequence
-from moerl.cluster.lost_actors import LOST, lost_node, memory_report, was_killed
+from moerl.cluster.lost_actors import LOST, is_lost, lost_node, memory_report, was_killed
 from moerl.cluster.ray_nodes import on_node
 from moerl.config.schema.deadlines import DeadlineConfig, Phase
 from moerl.hangs.examine import kill, memory_kills
@@ -164,7 +164,7 @@ class RankCalls:
             lines.append(f"after it failed: {', '.join(f'rank {other}' for other in others)}")
         wrapped = TrainError("\n".join(lines)).began_in(origin)
         wrapped.__cause__ = error
-        if was_killed(error) or isinstance(error, ActorUnschedulableError) or is_of_machine(error if cause is None else cause):
+        if is_lost(error) or is_of_machine(error if cause is None else cause):
             wrapped.exit_code = ExitCode.KILLED
         return wrapped
 

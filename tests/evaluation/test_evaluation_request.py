@@ -19,6 +19,7 @@ from moerl.evaluation.evaluator import evaluation_prompts
 from moerl.evaluation.request import kind_of
 from moerl.evaluation.results import keep_samples_of
 from moerl.evaluation.samples import num_alike, record_of
+from moerl.rewards.reward_rules import source_files
 from moerl.run import evaluate
 from moerl.scratch_model import write_scratch_model
 from moerl.starting_model import load_model
@@ -286,3 +287,15 @@ def test_a_data_set_after_which_no_file_can_be_named_is_refused():
     load_checked([DEMO, f"eval={{datasets: {{{'a' * 200}: {data}}}}}"])
     with pytest.raises(ConfigError, match="must be at most 200 characters"):
         load_checked([DEMO, f"eval={{datasets: {{{'a' * 245}: {data}}}}}"])
+
+
+def test_a_scoring_function_among_all_installed_packages_is_one_file(tmp_path, monkeypatch):
+    """Else all that it imports would be read, and all that that imports: of PyTorch thousands of files."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "large_package.py").write_text("")
+    (installed / "installed_score.py").write_text(
+        "import large_package\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(installed)
+    assert source_files("installed_score") == {installed / "installed_score.py"}

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayError
+from ray.exceptions import RayError
 
-from moerl.cluster.lost_actors import lost_node, was_killed
+from moerl.cluster.lost_actors import is_lost, lost_node
 from moerl.cluster.ray_nodes import only_on, reached_at
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.watched import WatchedProcess
@@ -135,7 +135,7 @@ class RemoteProcess:
                 self._owner = None
             first = str(error).splitlines()[0]
             gone = EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {lost_node(error) or first}")
-            if was_killed(error) or isinstance(error, ActorUnschedulableError):  # the node was there when the run chose it
+            if is_lost(error):  # the node was there when the run chose it
                 gone.exit_code = ExitCode.KILLED
             raise gone from error
         if failure is not None:
