@@ -70,7 +70,18 @@ def train_alone(output_dir, engine, *overrides):
     return found
 
 
-@pytest.mark.parametrize("engine", [pytest.param(engine, marks=turn) for engine, turn in TURN.items()])
+def model_of(family, directory):
+    """Overrides by which a run has a small model of the family."""
+    folder = family_servers.write_family(family, directory, vocab_size=VOCAB_SIZE).directory
+    character_tokenizer(64).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
+    return f"model.path={folder}", "model.scratch=null", "model.max_context=64"
+
+
+BY_TURN = pytest.mark.parametrize("engine", [pytest.param(engine, marks=turn) for engine, turn in TURN.items()])
+
+
+@BY_TURN
 def test_after_every_push_the_engine_has_the_trainers_logprobs(undisturbed, engine):
     found = undisturbed(engine)
     assert all(row["mismatch/mean"] < 1e-6 and row["mismatch/max"] < 1e-5 for row in found)
@@ -86,23 +97,16 @@ def test_sglangs_routes_are_the_trainers(undisturbed):
 @pytest.mark.parametrize("kind", family_servers.TRAINED)
 def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
     engine, name = kind.split("-")
-    directory = family_servers.write_family(name, tmp_path, vocab_size=VOCAB_SIZE).directory
-    character_tokenizer(64).save_pretrained(directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
-    model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
+    model = model_of(name, tmp_path)
     found = train_alone(tmp_path / "out", engine, *model, *OF_FAMILY.get(name, ()), *FILTERED.get(kind, ()))
     assert all(row["mismatch/mean"] < 2e-6 and row["train/grad_norm"] > 0 for row in found)
     assert all(row["routing/overlap"] == 1.0 for row in found if engine == "sglang" and name not in DENSE)
     assert all(1 <= row["fleet/acceptance_length"] <= 3 for row in found if name == "deepseek_v3")
 
 
-@pytest.mark.matrix(turn=0)
-@pytest.mark.parametrize("engine", ENGINES)
+@BY_TURN
 def test_an_engine_gets_bfloat16_of_a_family_whose_routers_it_holds_in_float32(engine, tmp_path):
-    directory = family_servers.write_family("glm4_moe", tmp_path, vocab_size=VOCAB_SIZE).directory
-    character_tokenizer(64).save_pretrained(directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
-    model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
+    model = model_of("glm4_moe", tmp_path)
     found = train_alone(tmp_path / "out", engine, *model, "train.dtype=bfloat16", "weights.mismatch_limit=0.2")
     assert all(row["train/grad_norm"] > 0 for row in found)
 
