@@ -25,6 +25,7 @@ from megatron_patches import (
     megatron_bridge_scatter,
     mtp_recompute,
     reference_te,
+    shared_exchange,
     uneven_gloo,
 )
 from megatron_patches.errors import PatchError
@@ -33,6 +34,7 @@ PATCHES: tuple[ModuleType, ...] = (
     cuda_stand_in,
     reference_te,
     alltoall_splits,
+    shared_exchange,
     uneven_gloo,
     lone_rank,
     float64_gradients,

@@ -58,6 +58,10 @@ def watch_collectives() -> None:
     _is_watching = True
     import torch.distributed as dist  # not in the driver, which decorates the class of its ranks
 
+    from megatron_patches import shared_exchange
+
+    if not shared_exchange.active():
+        shared_exchange.apply()  # beneath the record; whether it is needed is not asked, since that would start CUDA
     groups = _Groups(dist)
     for name in COLLECTIVES:
         setattr(dist, name, _counted(getattr(dist, name), name, groups))

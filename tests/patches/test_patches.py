@@ -96,7 +96,7 @@ def test_on_a_gpu_the_reference_of_transformer_engine_serves_only_if_it_is_asked
 def test_a_layout_fails_without_its_patch(patch, layout, error, checkpoints):
     chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[layout])
     with pytest.raises(RankError, match=error):
-        run_ranks(first_step, chosen.train.layout.ranks, chosen, random_batch(), without=[patch], deadline_seconds=30)
+        run_ranks(first_step, chosen.train.layout.ranks, chosen, random_batch(), without=[patch, "shared_exchange"], deadline_seconds=30)
 
 
 def test_float64_fails_without_its_patch(checkpoints):
