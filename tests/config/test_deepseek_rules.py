@@ -92,8 +92,9 @@ def test_a_model_megatron_would_compute_otherwise_is_refused_with_the_reason(nam
         DEEPSEEK_V3.checked_config(config)
 
 
-@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}])
+@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}, {"fmt": "float8_e4m3fn"}])
 def test_weights_in_blocks_of_fp8_are_read_as_published(more):
+    """MiniMax-M2 names the format as PyTorch does."""
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     assert list(DEEPSEEK_V3.broken_rules(PUBLISHED | {"quantization_config": quantization | more})) == []
     for other in ({"weight_block_size": [64, 128]}, {"fmt": "e5m2"}, {"weight_block_size": None}):

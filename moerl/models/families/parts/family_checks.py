@@ -33,10 +33,11 @@ def written_head_dim(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 
 def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
-    """Whether weights are stored as DeepSeek-V3's, in blocks of 128 x 128 with a scale each (moerl/models/fp8_blocks.py)."""
+    """Whether weights are stored as DeepSeek-V3's, in blocks of 128 x 128 with a scale each (moerl/models/fp8_blocks.py). MiniMax-M2 calls
+    the same format float8_e4m3fn."""
     quantization = hf.get("quantization_config") or {}
     kind = tuple(quantization.get(name) for name in ("quant_method", "weight_block_size", "fmt"))
-    return kind in (("fp8", [128, 128], "e4m3"), ("fp8", [128, 128], None))
+    return kind[:2] == ("fp8", [128, 128]) and kind[2] in ("e4m3", "float8_e4m3fn", None)
 
 
 def readable_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
