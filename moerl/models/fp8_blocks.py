@@ -12,6 +12,9 @@ from torch import Tensor
 from moerl.models.fp8_names import BLOCK, scale_shape
 
 MAX = torch.finfo(torch.float8_e4m3fn).max
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+"""Dtypes in which published checkpoints store scales: DeepSeek-V3's in float32, Qwen3's in bfloat16. float32 has every value of each."""
+SCALE_NAMES = "float32, bfloat16, float16 or float8_e8m0fnu"
 ScaleFormat = Literal["float32", "ue8m0"]
 """ue8m0: rounded up to a power of two, still stored as float32 (DeepSeek-V3.1)."""
 

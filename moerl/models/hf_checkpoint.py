@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.models.expert_stacks import stack_of, stored_name
-from moerl.models.fp8_blocks import dequantized
+from moerl.models.fp8_blocks import SCALE_DTYPES, SCALE_NAMES, dequantized
 from moerl.models.fp8_names import BLOCK, SCALE_SUFFIX, scale_shape
 from moerl.types.errors import CheckpointError
 from moerl.types.json_text import read_object
@@ -78,10 +78,10 @@ class HFCheckpoint:
         shape, scales_name = self.shape(name), name + SCALE_SUFFIX
         with self._explaining(scales_name):
             scales = self._file(scales_name).get_tensor(scales_name)
-        if len(shape) != 2 or scales.shape != scale_shape(shape) or scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        if len(shape) != 2 or scales.shape != scale_shape(shape) or scales.dtype not in SCALE_DTYPES:
             raise CheckpointError(
                 f"{self._directory / self._files[scales_name]}: {scales_name} has shape {tuple(scales.shape)} in {scales.dtype}, but "
-                f"{name} {list(shape)} needs {scale_shape(shape)} in float32 or float8_e8m0fnu; fetch the checkpoint again"
+                f"{name} {list(shape)} needs {scale_shape(shape)} in {SCALE_NAMES}; fetch the checkpoint again"
             )
         start, stop, _ = where.indices(shape[dim])
         first, last = start // BLOCK, -(-stop // BLOCK)

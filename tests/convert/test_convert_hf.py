@@ -112,6 +112,17 @@ def test_fp8_and_back_and_again_is_the_same_fp8(scales, source, tmp_path):
     assert not compared(source, tmp_path / "fp8", tolerance=0.0).is_equal
 
 
+def test_scales_in_bfloat16_are_read(source, tmp_path):
+    """As Qwen3's FP8 checkpoints have them."""
+    run(source, tmp_path / "fp8", dtype="fp8", scales="ue8m0", shard_bytes=10**9)
+    run(tmp_path / "fp8", tmp_path / "plain", dtype="bfloat16")
+    held = tensors_of(tmp_path / "fp8")
+    narrow = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in held.items()}
+    save_file(narrow, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "fp8", tmp_path / "narrow", dtype="bfloat16")
+    assert compared(tmp_path / "plain", tmp_path / "narrow", tolerance=0.0).is_equal
+
+
 def test_a_dry_run_writes_nothing_and_counts_the_bytes(source, tmp_path):
     text = run(source, tmp_path / "out", dry_run=True)
     assert not (tmp_path / "out").exists() and not writing.partial_of(tmp_path / "out").exists()

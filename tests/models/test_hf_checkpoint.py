@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moerl.models.fp8_blocks import quantized
+from moerl.models.fp8_blocks import dequantized, quantized
 from moerl.models.hf_checkpoint import INDEX, HFCheckpoint, write_shards
 from moerl.types.errors import CheckpointError
 
@@ -116,7 +116,16 @@ def test_any_range_of_a_matrix_in_fp8_is_that_of_the_whole(where, dim, blocks):
         assert checkpoint.read("x.weight", where, dim).equal(whole[where] if dim == 0 else whole[:, where])
 
 
-@pytest.mark.parametrize("scales", [None, torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_in_another_dtype_are_the_numbers_they_are(dtype, tmp_path):
+    """Qwen3's are in bfloat16."""
+    values, scales = quantized(torch.randn(300, 500, generator=torch.Generator().manual_seed(0)), "ue8m0")
+    save_file({"x.weight": values, "x.weight_scale_inv": scales.to(dtype)}, tmp_path / "model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("x.weight").equal(torch.cat(list(dequantized(values, scales, torch.float32))))
+
+
+@pytest.mark.parametrize("scales", [None, torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.int32)])
 def test_fp8_without_scales_of_its_shape_is_refused(scales, tmp_path):
     held = {"x.weight": torch.zeros(300, 500).to(torch.float8_e4m3fn)} | ({} if scales is None else {"x.weight_scale_inv": scales})
     save_file(held, tmp_path / "model.safetensors")

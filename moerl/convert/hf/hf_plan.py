@@ -96,8 +96,8 @@ def _scale_problems(source: HFSource, name: str, stored: StoredTensor) -> Iterat
     elif scales is None:
         reason = "FP8 values mean nothing without"
         yield problem("SRC", f"{stored.file}: {name}", f"needs {name}{fp8_names.SCALE_SUFFIX}", reason, "fetch the checkpoint again")
-    elif scales.shape != fp8_names.scale_shape(stored.shape) or scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        rule = f"must have shape {fp8_names.scale_shape(stored.shape)} in float32 or float8_e8m0fnu"
+    elif scales.shape != fp8_names.scale_shape(stored.shape) or scales.dtype not in fp8_blocks.SCALE_DTYPES:
+        rule = f"must have shape {fp8_names.scale_shape(stored.shape)} in {fp8_blocks.SCALE_NAMES}"
         reason = f"found {scales.shape} in {scales.dtype}; the weight has shape {stored.shape}"
         yield problem("SRC", f"{scales.file}: {name}{fp8_names.SCALE_SUFFIX}", rule, reason, "fetch the checkpoint again")
 
