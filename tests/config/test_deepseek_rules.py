@@ -75,7 +75,7 @@ BROKEN = {
     "first_k_dense_replace": (61, "must have experts"),
     "num_key_value_heads": (8, "of its own"),
     "head_dim": (128, "not rotary"),
-    "quantization_config": ({"quant_method": "fp8"}, "moerl convert SRC DST --dtype bfloat16"),
+    "quantization_config": ({"quant_method": "fp8"}, "the unquantized checkpoint"),
     "rope_scaling": ({"type": "linear", "factor": 2}, "has these two"),
 }
 

@@ -43,7 +43,9 @@ def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
 def readable_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if hf.get("quantization_config") is not None and not is_in_fp8_blocks(hf):
         reason = "its weights are stored quantized in another way, and of those moerl reads FP8 in blocks of 128 x 128 alone"
-        fix = "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
+        fix = "the unquantized checkpoint: moerl convert has no method for this one"
+        if hf["quantization_config"].get("quant_method") == "mxfp4":
+            fix = "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
         yield BrokenRule("must not be quantized (quantization_config)", reason, fix)
 
 
