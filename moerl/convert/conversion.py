@@ -148,6 +148,9 @@ def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
     config = upcycled_config(source.config, conversion.upcycling)
     if problems := tensor_problems(source, family_of(source.config)):
         raise ConvertError(problems)
+    if conversion.dtype == "keep" and any(stored.dtype == torch.float8_e4m3fn for stored in source.tensors.values()):
+        reason = "experts are copies of matrices, which mean nothing without their scales, and a router is not quantized"
+        raise ConvertError([problem("--dtype", "keep", "must not be keep with --to moe for a source in FP8", reason, "--dtype bfloat16")])
     dense = hf_plan.converted(source, conversion.dtype, conversion.scales)
     entries = upcycled(dense, source.config, conversion.upcycling)
     return _write_hf(conversion, entries, config, source.identity(), dry_run=dry_run)

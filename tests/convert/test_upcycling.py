@@ -185,6 +185,21 @@ def test_tensors_that_are_missing_or_too_many_are_listed_before_anything_is_writ
     assert not writing.partial_of(tmp_path / "moe").exists()
 
 
+def test_a_dense_model_in_fp8_becomes_a_mixture_in_another_dtype_alone(dense, tmp_path):
+    convert(Conversion(source=dense["qwen3"], target=tmp_path / "fp8", dtype="fp8"), dry_run=False)
+    with pytest.raises(ConvertError) as caught:
+        upcycle(tmp_path / "fp8", tmp_path / "moe")
+    assert [(each.rule, each.fix) for each in caught.value.problems] == [
+        ("must not be keep with --to moe for a source in FP8", "--dtype bfloat16")
+    ]
+    assert not writing.partial_of(tmp_path / "moe").exists()
+    upcycle(tmp_path / "fp8", tmp_path / "moe", dtype="bfloat16")
+    convert(Conversion(source=tmp_path / "fp8", target=tmp_path / "plain", dtype="bfloat16"), dry_run=False)
+    upcycle(tmp_path / "plain", tmp_path / "wanted")
+    found, wanted = tensors_of(tmp_path / "moe"), tensors_of(tmp_path / "wanted")
+    assert found.keys() == wanted.keys() and all(tensor.equal(wanted[name]) for name, tensor in found.items())
+
+
 def test_the_command_line_upcycles(dense, tmp_path, capsys):
     arguments = [str(dense["qwen3"]), str(tmp_path / "moe"), "--to", "moe", "--experts", "4", "--top-k", "2"]
     app(["convert", *arguments, "--dry-run"], standalone_mode=False)
