@@ -262,3 +262,12 @@ def test_a_dense_qwen3_says_how_wide_its_heads_are():
     del config["head_dim"]
     [(rule, reason, _)] = find_family(config).broken_rules(config)
     assert rule == "needs head_dim in config.json" and "a number of its own" in reason
+
+
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_a_quantizer_s_file_tells_what_config_json_does_not(file, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["mixtral"]))
+    before = [problem.rule for problem in checkpoint_problems(tmp_path)]
+    (tmp_path / file).write_text("{}")
+    after = [problem.rule for problem in checkpoint_problems(tmp_path)]
+    assert [rule for rule in after if rule not in before] == [f"must not be quantized ({file})"]

@@ -247,6 +247,21 @@ def test_scales_that_do_not_fit_their_weights_are_all_listed(source, tmp_path):
     assert "stray.weight_scale_inv': has no FP8 weight" in text
 
 
+@pytest.mark.parametrize("file", [None, "hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_another_form_of_fp8_is_one_problem_and_not_one_of_each_tensor(file, tmp_path):
+    """Of a scale for each row, or for the whole tensor, which config.json or a file beside it tells."""
+    weights = {f"{index}.weight": torch.zeros(200, 300).to(torch.float8_e4m3fn) for index in range(3)}
+    tensors = weights | {f"{name}_scale": torch.ones(1) for name in weights}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}} if file is None else {}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | quantization))
+    if file is not None:
+        (tmp_path / file).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ConvertError) as caught:
+        run(tmp_path, tmp_path / "out", dtype="bfloat16")
+    assert [each.fix for each in caught.value.problems] == ["the unquantized checkpoint"]
+
+
 def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(moerl, source, tmp_path):
     refused = moerl("convert", tmp_path / "absent", tmp_path / "out")
     assert refused.returncode == 2 and "is no directory" in refused.stderr

@@ -10,6 +10,8 @@ from moerl.types.errors import Problem, can_be
 from moerl.types.json_text import is_file_name, read_object
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OF_QUANTIZERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files in which NVIDIA's Model Optimizer, AutoGPTQ and AutoAWQ say how weights are quantized, where config.json says nothing of it."""
 TWO_MODELS = (
     "must not have model.safetensors beside an index of other files",
     "transformers would read model.safetensors, others what model.safetensors.index.json names; save_pretrained over a model of several "
@@ -17,6 +19,11 @@ TWO_MODELS = (
     "remove the index, or model.safetensors, whichever is older",
 )
 """Rule, reason and fix of a folder with two sets of weights."""
+
+
+def quantizer_file(path: Path) -> Path | None:
+    """The one that is in the folder."""
+    return next((path / name for name in _OF_QUANTIZERS if (path / name).is_file()), None)
 
 
 def checkpoint_problems(path: Path) -> Iterator[Problem]:
@@ -56,6 +63,9 @@ def _config_problems(path: Path) -> Iterator[Problem]:
                 shape_of_config(config)
                 _ = config["vocab_size"]
                 find_family(config).rotary(config)
+            if config.get("quantization_config") is None and (file := quantizer_file(path)) is not None:
+                reason = "it is of a quantizer whose weights have another form, which moerl does not read"
+                yield _problem(path, f"must not be quantized ({file.name})", reason, "the unquantized checkpoint")
         except KeyError as missing:
             reason = "a model of this type cannot be described without"
             yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")

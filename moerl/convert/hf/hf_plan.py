@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from moerl.config.rules.checkpoint_files import quantizer_file
 from moerl.convert.hf import mxfp4
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
@@ -72,11 +73,17 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
     if config is not None and not isinstance(config, Mapping):
         reason = "it says how the weights are quantized"
         yield problem("SRC/config.json: quantization_config", config, "must be an object or null", reason, "fetch config.json again")
-    elif config is not None and not is_in_fp8_blocks(source.config):
+        return
+    if config is None and (file := quantizer_file(source.directory)) is not None:
+        reason = f"it is of a quantizer whose weights have another form; moerl reads FP8 in blocks of {BLOCK} x {BLOCK}"
+        yield problem("SRC", str(file), "must not be quantized", reason, "the unquantized checkpoint")
+        return
+    if config is not None and not is_in_fp8_blocks(source.config):
         found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
         reason = f"moerl reads FP8 in blocks of {BLOCK} x {BLOCK}, and copies nothing it cannot check"
         fix = "moerl convert SRC DST --dtype bfloat16, then that folder" if mxfp4.is_packed(source.config) else "the unquantized checkpoint"
         yield problem("SRC/config.json: quantization_config", found, "must be fp8 in blocks", reason, fix)
+        return
     for name, stored in source.tensors.items():
         if stored.dtype == _FP8:
             yield from _scale_problems(source, name, stored)
