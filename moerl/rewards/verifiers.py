@@ -26,8 +26,8 @@ FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A dollar sign after a backslash is money."""
 _PERCENT = re.compile(r"\s*([-+]?[\d.,]+)\s*\\?%\s*")
-_PERCENT_FORMS = (r"${}\%$", r"\boxed{{{}%}}")
-"""In a box math-verify gives a percentage no value, and takes one without a backslash for other text than one with it."""
+_PERCENT_SIGN = re.compile(r"\\?%")
+"""math-verify gives a percentage no value in a box, its number in a formula, and a hundredth of that in plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
@@ -75,9 +75,9 @@ def _format(term: RewardTerm) -> Verifier:
 def _math(term: RewardTerm) -> Verifier:
     """1 if math-verify finds the response's last answer equal to the ground truth, else 0.
 
-    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX, a percentage in each of its forms.
-    Boxes that follow each other closely are one answer, the set of them. math-verify's own time limits use signals and stop at C code, so
-    they are off: the pool's deadline ends a check.
+    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX. With one that is a percentage the
+    response is compared without its percent signs. Boxes that follow each other closely are one answer, the set of them. math-verify's own
+    time limits use signals and stop at C code, so they are off: the pool's deadline ends a check.
     """
     from math_verify import parse, verify
 
@@ -85,14 +85,14 @@ def _math(term: RewardTerm) -> Verifier:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def check_answer(check: VerifierInput) -> float:
-        truth = check.ground_truth
-        wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
+        truth, text = check.ground_truth, check.text
         if percentage := _PERCENT.fullmatch(truth):
-            wanted = [each for form in _PERCENT_FORMS for each in parse(form.format(percentage[1]), parsing_timeout=None)]
+            truth, text = percentage[1], _PERCENT_SIGN.sub(" ", text)
+        wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
         wanted = wanted or parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
         if not wanted:
-            raise ValueError(f"math-verify finds no answer in the ground truth {truth!r}")
-        said = parse(check.text, parsing_timeout=None)
+            raise ValueError(f"math-verify finds no answer in the ground truth {check.ground_truth!r}")
+        said = parse(text, parsing_timeout=None)
         return float(verify(wanted, said, timeout_seconds=None))
 
     # The parsers are built on first use, which takes longer than a check may.

@@ -70,6 +70,13 @@ def test_format_matches_the_whole_response(text, value):
         ("50\\%", "\\boxed{50%}", 1.0),
         ("50%", "\\boxed{51\\%}", 0.0),
         ("50%", "\\boxed{51%}", 0.0),
+        ("50%", "\\boxed{50.0\\%}", 1.0),
+        ("1,250%", "\\boxed{1250\\%}", 1.0),
+        ("1250%", "\\boxed{1,250\\%}", 1.0),
+        ("12.5%", "The answer is 12.5%.", 1.0),
+        ("-3\\%", "-3%", 1.0),
+        ("0.5%", "The answer is 50%.", 0.0),
+        ("50%", "The answer is 5000%.", 0.0),
     ],
 )
 def test_math_judges_the_last_answer_by_its_value(ground_truth, text, value):
