@@ -177,7 +177,10 @@ def test_a_disk_without_room(folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ['{"eos_token_id": 1,', "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}'])
+@pytest.mark.parametrize(
+    "text",
+    ['{"eos_token_id": 1,', "[1]", *(f'{{"eos_token_id": {each}}}' for each in ('"</s>"', "[1, null]", "[]", "-1", "[1, -1]"))],
+)
 def test_a_generation_config_that_says_nothing_of_use_is_refused(tmp_path, text):
     from moerl.models.transformers_tokenizer import stop_tokens
 
