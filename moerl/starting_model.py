@@ -47,11 +47,10 @@ def load_model(config: RunConfig, environment: Mapping[str, str] | None = None) 
 
 def _own_tokenizer(directory: Path) -> Tokenizer:
     """One that works in Python: there this process imports transformers."""
-    from moerl.models.transformers_tokenizer import read_tokenizer
+    from moerl.models.transformers_tokenizer import chat_template_of, read_tokenizer
 
     tokenizer: Any = read_tokenizer(directory)
-    if tokenizer.chat_template:
-        tokenizer.chat_template = tokenizer.get_chat_template()  # of several, that for chats
+    tokenizer.chat_template = chat_template_of(tokenizer)
     return tokenizer
 
 

@@ -45,10 +45,16 @@ def plain_form(tokenizer: PreTrainedTokenizerBase) -> PlainForm | None:
         backend=backend.to_str(),
         splits_special_tokens=bool(tokenizer.split_special_tokens),
         cleans_up=bool(tokenizer.clean_up_tokenization_spaces) and (type(backend.model).__name__ != "BPE" or bool(corrupts)),
-        chat_template=tokenizer.get_chat_template() if tokenizer.chat_template else None,
+        chat_template=chat_template_of(tokenizer),
         special_tokens=dict(tokenizer.special_tokens_map),
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Of several, that for chats; None where there is none, or others alone."""
+    found = tokenizer.chat_template
+    return found.get("default") if isinstance(found, dict) else found or None
 
 
 def _is_inherited(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:

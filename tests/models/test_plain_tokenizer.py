@@ -99,6 +99,11 @@ def test_a_template_refuses_in_the_same_words():
     assert plain.apply_chat_template(MESSAGES[1], tokenize=False, add_generation_prompt=True) == "</s>"
 
 
+def test_templates_for_other_ends_than_chats_are_none():
+    form = plain_form(byte_level(chat_template=[{"name": "rag", "template": RICH}]))
+    assert form is not None and form.chat_template is None
+
+
 def test_a_tokenizer_with_methods_of_its_own_has_no_plain_form():
     class Own(PreTrainedTokenizerFast):
         def _decode(self, *args, **kwargs):
