@@ -47,6 +47,13 @@ def test_rows_come_in_order_over_several_files(tmp_path, suffix):
     assert dataset.name_of(2) == f"{second}, row 1"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_call_of_a_tool_has_its_own_arguments_alone(tmp_path, suffix):
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}, {"function": {"name": "root", "arguments": {"of": 4}}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert load(write(tmp_path / f"a{suffix}", [row("") | {"prompt": messages}]))[0].messages == tuple(messages)
+
+
 def test_the_data_source_is_the_name_of_the_file_where_rows_have_none(tmp_path):
     plain = {key: value for key, value in row("2+2=").items() if key != "data_source"}
     dataset = load(write(tmp_path / "sums_2.jsonl", [plain]))

@@ -110,7 +110,8 @@ class _Parquet:
         which = bisect.bisect_right(self._starts, index) - 1
         batch, local = self._batches[which], index - self._starts[which]
         try:
-            return {name: batch.column(name)[local].as_py() for name in batch.schema.names}
+            row = {name: batch.column(name)[local].as_py() for name in batch.schema.names}
+            return row if row.get("prompt") is None else row | {"prompt": _without_nulls(row["prompt"])}
         except OverflowError as error:
             raise ValueError(f"holds a date, a time or a duration beyond those of Python: {error}") from error
         except ValueError as error:  # whose text is of doubled fields, whatever it came from
@@ -120,6 +121,13 @@ class _Parquet:
 
     def row_number(self, index: int) -> int:
         return index + 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the fields that are null: every object of a column has the fields of all, as a tool's call the arguments of all tools."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 _FORMATS: dict[str, Callable[[Path], _File]] = {".parquet": _Parquet, ".jsonl": _JsonLines}
@@ -189,7 +197,7 @@ def _check_text(row: Row) -> None:
 
 
 def _messages(raw: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """As they are, without what is null: parquet gives every message the keys of all."""
+    """As they are, without what is null."""
     if raw.get("prompt") is None:
         raise ValueError(f"has no prompt; its columns: {', '.join(raw)}")
     prompt = raw["prompt"]
