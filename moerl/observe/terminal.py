@@ -82,9 +82,10 @@ class Terminal:
         self._progress.update(self._task, completed=step)
 
     def notice(self, text: str, level: Level = "info") -> None:
-        """A warning or a result, above the bar. Control codes in `text` are left out."""
-        prefix = "" if level == "info" else f"{level}: "
-        self._console.print(Text((prefix + text).translate(_CONTROL_CODES), style=_STYLES[level]), soft_wrap=True)
+        """A warning or a result, above the bar. Control codes are left out, and what its encoding lacks becomes escapes."""
+        prefix, encoding = "" if level == "info" else f"{level}: ", self._console.encoding
+        sendable = text.encode(encoding, errors="backslashreplace").decode(encoding)
+        self._console.print(Text((prefix + sendable).translate(_CONTROL_CODES), style=_STYLES[level]), soft_wrap=True)
 
     def summary(self, title: str, values: Mapping[str, str]) -> None:
         """The last words: a title and aligned `name  value` lines."""

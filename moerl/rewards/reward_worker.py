@@ -214,7 +214,7 @@ def _message(error: BaseException) -> str:
         text = str(error)
     except Exception as other:  # a class of the user's
         text = f"its text cannot be made: {type(other).__name__}"
-    said = _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    said = _short(_printable(f"{type(error).__name__}: {text}" if text else type(error).__name__))
     return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
 
 

@@ -36,6 +36,13 @@ def test_a_log_file_gets_no_control_codes_even_where_colour_is_forced(monkeypatc
     assert not {code for code in map(ord, output) if code < 32 and chr(code) != "\n"}
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "京 \\ud83d"), ("ascii", "\\u4eac \\ud83d")])
+def test_what_a_terminal_cannot_be_sent_becomes_an_escape(encoding, shown):
+    sent = io.BytesIO()
+    Terminal(1, console=Console(file=io.TextIOWrapper(sent, encoding, write_through=True))).notice("京 \ud83d")
+    assert sent.getvalue().decode(encoding) == shown + "\n"
+
+
 def test_one_line_per_step_and_a_header_every_twenty(plain):
     terminal = Terminal(100, console=plain)
     for step in range(1, 2 * HEADER_EVERY + 2):

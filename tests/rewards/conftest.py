@@ -50,6 +50,8 @@ def misbehave(data_source, solution_str, ground_truth, extra_info):
             def __str__(self):
                 raise TypeError("no text")
         raise Mute
+    if solution_str == "half":
+        raise ValueError("no field " + chr(0xD83D))
     if solution_str == "exit":
         sys.exit(3)
     if solution_str == "die":

@@ -79,6 +79,7 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_unweighted(functions):
     [
         ("raise", "raised", "KeyError: 'no such answer'"),
         ("mute", "raised", "Mute: its text cannot be made: TypeError (at "),
+        ("half", "raised", "ValueError: no field \\ud83d (at "),
         ("exit", "raised", "SystemExit: 3"),
         ("memory", "raised", "MemoryError"),
         ("nan", "not_a_number", "returned nan, which is not a finite number"),
