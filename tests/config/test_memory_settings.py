@@ -36,6 +36,11 @@ def words(overrides):
         (f"{DENSE} train.recompute={{kind:selective,modules:[layernorm]}}", "train.recompute.modules.0", "norms of dense layers are fused"),
         ("train.recompute={kind:selective,modules:[mla_up_proj]}", "train.recompute.modules.0", "no multi-latent attention"),
         (f"{DEEPSEEK} train.mtp_loss=0.1 train.recompute={{kind:full,num_layers:2}}", "train.recompute.num_layers", "train.mtp_loss=0"),
+        (
+            f"{DEEPSEEK} +train.megatron.moe_shared_expert_overlap=true train.recompute={{kind:selective,modules:[shared_experts]}}",
+            "train.megatron.moe_shared_expert_overlap",
+            "does not go with shared_experts",
+        ),
         ("train.destroy_groups=true", "train.destroy_groups", "needs train.offload=all"),
         ("train.destroy_groups=true train.offload=optimizer", "train.destroy_groups", "needs train.offload=all"),
         ("train.overlap_param_gather=true", "train.overlap_param_gather", "needs train.overlap_grad_reduce=true"),

@@ -21,6 +21,9 @@ def memory_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from _full_problems(train, train.recompute, shape)
     if isinstance(train.recompute, SelectiveRecompute):
         yield from _selective_problems(train.recompute, shape)
+        if "shared_experts" in train.recompute.modules and train.megatron.get("moe_shared_expert_overlap"):
+            rule, reason = "does not go with shared_experts in train.recompute.modules", "Megatron computes them again as one module"
+            yield problem("train.megatron.moe_shared_expert_overlap", True, rule, reason, "one of the two")
     yield from _optimizer_problems(train)
     yield from _overlap_problems(train, shape)
     if train.destroy_groups and train.offload != "all":
