@@ -97,6 +97,7 @@ def test_the_kernels_of_sparse_attention_that_the_documents_name_can_be_asked_fo
         ({"moe_z_loss_coeff": float("nan")}, "must be a number >= 0"),
         ({"moe_grouped_gemm": "yes"}, "must be true or false"),
         ({"cp_comm_type": ["p2p"]}, "must be one of p2p"),
+        ({"fp32_residual_connection": True}, "the dtype of its weights alone"),
     ],
 )
 def test_what_would_change_the_model_is_refused_with_the_reason(setting, said):
