@@ -56,7 +56,7 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
         (
             "attention_softmax_in_fp32", "disable_bf16_reduced_precision_matmul", "bias_activation_fusion",
             "masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "bias_dropout_fusion", "apply_rope_fusion",
-            "use_te_activation_func", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap",
+            "use_te_activation_func", "moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap",
             "gradient_accumulation_fusion", "disable_parameter_transpose_cache", "clone_scatter_output_in_embedding",
             "async_tensor_model_parallel_allreduce",
         ),
@@ -99,6 +99,7 @@ REFUSED: Mapping[str, str] = {
         ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dropping"), _DROPS
     ),
     "fp32_residual_connection": "layers would get float32, and Transformer Engine takes the dtype of its weights alone",
+    "moe_grouped_gemm": "it is on: the bridge and checkpoints find experts by the names that grouped products give their weights",
     "moe_input_jitter_eps": _NOISE,
     "moe_router_force_load_balancing": f"it replaces what the routers compute by random numbers; {_NOISE}",
     "moe_router_topk_limited_devices": "the experts of a token would depend on the layout",
