@@ -216,7 +216,8 @@ def _rloo(rewards: np.ndarray) -> np.ndarray:
 
 def _opo(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     shifted = rewards - rewards[0]
-    return shifted - (lengths * shifted).sum() / max(lengths.sum(), 1)
+    credit = shifted - (lengths * shifted).sum() / max(lengths.sum(), 1)
+    return np.where(is_rounding(credit, rewards), 0.0, credit)
 
 
 def _maxrl(rewards: np.ndarray) -> np.ndarray:
@@ -232,7 +233,7 @@ def is_rounding(difference: Any, rewards: np.ndarray) -> Any:
 def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
     second, best = np.sort(rewards)[-2:]
     credit = np.zeros_like(rewards)
-    credit[rewards.argmax()] = best - second
+    credit[rewards.argmax()] = 0.0 if is_rounding(best - second, rewards) else best - second
     return credit / (rewards.std(ddof=1) + STD_EPSILON) if by_std else credit
 
 

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import plain_statements as plain
 
+from moerl.algorithms.advantages import ScoredStep, advantage_estimator
 from moerl.config.algorithm_settings import of_plain
+from moerl.config.schema.algorithm_config import GroupAdvantage, PassAtKAdvantage
 from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 
 SEEDS = st.integers(0, 10**6)
@@ -319,3 +321,9 @@ def assert_is_slope(step, gradient, column, loss, size=1e-6):
         moved[0][i][t] += size
         moved[1][i][t] -= size
         assert found[place] == pytest.approx((loss(moved[0]) - loss(moved[1])) / (2 * size), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("advantage", [GroupAdvantage(kind="opo"), PassAtKAdvantage(kind="passk", by_std=True)])
+def test_rewards_that_differ_by_rounding_alone_have_no_credit(advantage):
+    step = ScoredStep(rewards_S=np.array([0.1 + 0.2, 0.3, 0.3]), group_S=np.zeros(3, dtype=np.int64), lengths_S=np.array([3, 2, 2]))
+    np.testing.assert_array_equal(advantage_estimator(advantage)(step).advantages_S, 0.0)
