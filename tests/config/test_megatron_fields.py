@@ -135,7 +135,20 @@ def flex(*, dtype="bfloat16", ep=16, etp=1, **more):
 
 
 @pytest.mark.parametrize(
-    ("ep", "is_sent"), [(2, True), (8, True), (16, True), (160, True), (3, False), (12, False), (168, False), (1, False)]
+    ("ep", "is_sent"),
+    [
+        (2, True),
+        (8, True),
+        (16, True),
+        (48, True),
+        (160, True),
+        (3, False),
+        (12, False),
+        (40, False),
+        (80, False),
+        (168, False),
+        (1, False),
+    ],
 )
 def test_deepep_is_for_the_numbers_of_ranks_that_it_has_kernels_for(ep, is_sent):
     assert flex(ep=ep) == ([] if is_sent else ["train.megatron.moe_token_dispatcher_type"])

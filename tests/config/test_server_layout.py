@@ -83,6 +83,7 @@ def test_sizes_that_do_not_divide_are_said_before_what_would_follow_from_them(gp
         (QWEN, ServerLayout(gpus=32, dp=4, ep=5), "ep", "must divide gpus=32"),
         (QWEN, ServerLayout(gpus=32, dp=4, ep=8, all_to_all="deepep"), "all_to_all", "needs ep=gpus=32"),
         (QWEN, ServerLayout(all_to_all="deepep"), "all_to_all", "of more than one GPU"),
+        (GLM, ServerLayout(gpus=40, dp=5, ep=40, all_to_all="deepep"), "all_to_all", "2, 3, 4, 6, 8, 12, 16, 18 or 20 nodes of 8"),
         (QWEN, ServerLayout(gpus=8, redundant_experts=8), "redundant_experts", "needs ep > 1"),
         (QWEN, ServerLayout(gpus=32, dp=4, ep=32, redundant_experts=8), "ep", "128 experts and redundant_experts=8 together"),
         (QWEN, ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1), "mtp_tokens", "must be 0 for this model"),

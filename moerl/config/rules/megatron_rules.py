@@ -17,6 +17,7 @@ from typing import Any
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
+from moerl.config.rules.parallel_rules import DEEPEP_RANKS, DEEPEP_REASON
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
 from moerl.types.errors import Problem, problem
@@ -363,9 +364,9 @@ def dispatcher_problems(train: TrainConfig) -> Iterator[Problem]:
     if train.dtype != "bfloat16":
         yield _problem(name, "flex", f"does not go with train.dtype={train.dtype}", "DeepEP sends tokens in bfloat16", fix)
     num_ranks = train.layout.ep * train.layout.etp
-    if num_ranks not in (2, 4, 8) and not (num_ranks % 8 == 0 and 8 < num_ranks <= 160):
+    if num_ranks not in DEEPEP_RANKS:
         rule = f"does not go with {num_ranks} ranks that exchange tokens (train.layout.ep x etp)"
-        yield _problem(name, "flex", rule, "DeepEP has kernels for 2, 4 or 8 ranks of a node, and for up to 20 nodes of 8", fix)
+        yield _problem(name, "flex", rule, DEEPEP_REASON, fix)
     if train.megatron.get("moe_shared_expert_overlap"):
         reason = "Megatron's flex dispatcher does not run the shared experts"
         yield _problem("moe_shared_expert_overlap", True, "does not go with moe_token_dispatcher_type=flex", reason, "one of the two")

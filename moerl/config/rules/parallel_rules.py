@@ -12,6 +12,13 @@ from moerl.config.schema.layout import Layout
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
 
+_DEEPEP_NODES = (2, 3, 4, 6, 8, 12, 16, 18, 20)
+"""Nodes of 8 that DeepEP's kernels for throughput are compiled for (SWITCH_RDMA_RANKS of csrc/kernels/launch.cuh; get_dispatch_config of
+deep_ep/buffer.py has the same)."""
+DEEPEP_RANKS = (2, 4, 8, *(8 * nodes for nodes in _DEEPEP_NODES))
+"""Ranks that they can send tokens among."""
+DEEPEP_REASON = f"DeepEP has kernels for 2, 4 or 8 ranks of a node, and for {', '.join(map(str, _DEEPEP_NODES[:-1]))} or 20 nodes of 8"
+
 
 def train_layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     layout, context, shape = config.train.layout, config.model.max_context, facts.shape

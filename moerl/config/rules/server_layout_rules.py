@@ -6,11 +6,13 @@ from dataclasses import replace
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.fp8_rules import server_fp8_problems
-from moerl.config.rules.parallel_rules import divisors
+from moerl.config.rules.parallel_rules import DEEPEP_RANKS, DEEPEP_REASON, divisors
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
 
+_LATENCY_WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+"""Sizes of a token that DeepEP's kernels for latency are compiled for (SWITCH_HIDDEN of csrc/kernels/launch.cuh)."""
 LOW_LATENCY_TOKENS = 1024
 """Most tokens that one rank may dispatch at once by DeepEP's kernels for latency (FINISHED_SUM_TAG of its internode_ll.cu)."""
 
@@ -39,6 +41,8 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0, or rollout.engine=vllm")
     if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
         yield from _low_latency_problems(rollout)
+    if facts.hf is not None and layout.all_to_all in ("deepep", "deepep_low_latency"):
+        yield from _latency_width_problems(rollout, facts.hf["hidden_size"])
     if config.train.router_replay == "rollout":
         yield from _replay_problems(rollout)
 
@@ -71,9 +75,23 @@ def _all_to_all_problems(layout: ServerLayout, dtype: str) -> Iterator[Problem]:
         rule = f"needs ep=gpus={layout.gpus} of more than one GPU; ep={layout.ep}"
         reason = "DeepEP sends tokens to whole experts, over all GPUs of a server"
         yield _problem("all_to_all", layout.all_to_all, rule, reason, f"ep={layout.gpus}, or all_to_all=gather")
+    elif layout.uses_deepep:
+        yield from _deepep_rank_problems(layout)
     if layout.redundant_experts is not None and layout.ep == 1:
         reason = "there are no GPUs with other experts to which load could move"
         yield _problem("redundant_experts", layout.redundant_experts, "needs ep > 1", reason, "leave it out, or a larger ep")
+
+
+def _deepep_rank_problems(layout: ServerLayout) -> Iterator[Problem]:
+    """Numbers of GPUs that DeepEP refuses when a server starts (csrc/deep_ep.cpp, csrc/kernels/launch.cuh)."""
+    rule = f"does not go with {layout.gpus} GPUs"
+    if layout.all_to_all != "deepep_low_latency" and layout.gpus not in DEEPEP_RANKS:
+        fix = "all_to_all=gather, or another gpus with more or fewer rollout.num_servers"
+        yield _problem("all_to_all", layout.all_to_all, rule, DEEPEP_REASON, fix)
+    elif layout.gpus > 8 and layout.gpus % 8:
+        yield _problem(
+            "all_to_all", layout.all_to_all, rule, "DeepEP counts GPUs by eight, above 8", "all_to_all=gather, or a multiple of 8"
+        )
 
 
 def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
@@ -133,6 +151,10 @@ def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     if layout.uses_deepep and layout.dp == 1:
         reason = "in one data-parallel group every GPU has every token, and vLLM would use no all-to-all"
         yield _problem("all_to_all", layout.all_to_all, "needs dp > 1 for vllm", reason, "a larger dp, or all_to_all=gather")
+    if layout.uses_deepep and layout.nodes > 1 and layout.gpus_per_node % 8:
+        reason = "DeepEP takes every eight GPUs in a row for those of one node, and vLLM does not tell it of fabrics between nodes"
+        rule, fix = f"needs nodes of 8 GPUs for vllm, not of {layout.gpus_per_node}", "all_to_all=gather, or rollout.engine=sglang"
+        yield _problem("all_to_all", layout.all_to_all, rule, reason, fix)
     per_node = min(layout.gpus_per_node, layout.gpus)
     larger, smaller = sorted((layout.tp, per_node), reverse=True)
     if larger % smaller:
@@ -155,6 +177,16 @@ def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         other = "deepep, or deepep_normal" if rollout.engine == "sglang" else "deepep_normal"
         reason, fix = f"prompts go through them too: {_LATENCY_REASON}", f"rollout.prefill_chunk=256, or all_to_all={other}"
         yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
+
+
+def _latency_width_problems(rollout: RolloutConfig, width: int) -> Iterator[Problem]:
+    # vLLM pads tokens to the next of them (maybe_roundup_layer_hidden_size).
+    if width in _LATENCY_WIDTHS or (rollout.engine == "vllm" and width < max(_LATENCY_WIDTHS)):
+        return
+    kind = rollout.layout.all_to_all
+    reason = f"DeepEP's kernels for latency are compiled for {', '.join(map(str, _LATENCY_WIDTHS))}"
+    rule = f"does not go with the model's hidden_size={width}"
+    yield _problem("all_to_all", kind, rule, reason, "all_to_all=deepep_normal, or gather")
 
 
 def _replay_problems(rollout: RolloutConfig) -> Iterator[Problem]:
