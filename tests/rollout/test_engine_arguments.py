@@ -56,6 +56,26 @@ def test_another_name_of_an_argument_that_moerl_sets_is_refused_too():
     assert "is set by moerl" in found.rule and found.fix == "rollout.layout.gpus"
 
 
+@pytest.mark.parametrize(
+    ("core", "name"),
+    [
+        (sglang_core, "pp_size"),
+        (sglang_core, "moe_dp_size"),
+        (sglang_core, "init_expert_location"),
+        (vllm_core, "pipeline_parallel_size"),
+        (vllm_core, "prefill_context_parallel_size"),
+        (vllm_core, "data_parallel_size_local"),
+        (vllm_core, "distributed_executor_backend"),
+        (vllm_core, "expert_placement_strategy"),
+    ],
+)
+def test_processes_that_the_layout_does_not_count_and_other_places_of_experts_are_refused(core, name):
+    parser = QuietParser(add_help=False)
+    parser.add_argument("--" + name.replace("_", "-"))
+    (found,) = argument_problems(parser, {name: 2}, own=core.OWN_ARGUMENTS, engine="an engine")
+    assert "is set by moerl" in found.rule
+
+
 def test_a_value_the_parser_refuses_is_explained_by_it():
     (found,) = problems(tp_size="two")
     assert "invalid int value: 'two'" in found.reason

@@ -47,6 +47,13 @@ OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for s
     "max_cudagraph_capture_size": "rollout.layout.cuda_graph_requests",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "master_addr": "leave it out: moerl places the nodes of a server",
+    "distributed_executor_backend": "leave it out: moerl starts the processes of every node",
+    "expert_placement_strategy": "leave it out: a push brings experts in vLLM's linear order",
+}
+OWN_ARGUMENTS |= dict.fromkeys(["pipeline_parallel_size", "prefill_context_parallel_size"], "leave it out, or a larger rollout.layout.gpus")
+OWN_ARGUMENTS |= {
+    f"data_parallel_{name}": "leave it out: rollout.layout.dp and gpus_per_node say which groups a node has"
+    for name in ("address", "backend", "external_lb", "hybrid_lb", "rank", "rpc_port", "size_local", "start_rank")
 }
 """Arguments that moerl sets or relies on, and what to write instead."""
 
