@@ -147,6 +147,33 @@ def test_a_model_with_several_drafting_layers_is_refused_for_sglang():
     ]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layout", "paths"),
+    [
+        ("mixtral", ServerLayout(gpus=8, dp=2), ["dp"]),
+        ("mixtral", ServerLayout(gpus=8, ep=8), []),
+        ("olmoe", ServerLayout(gpus=2), ["gpus"]),
+        ("olmoe", ServerLayout(gpus=2, dp=2), ["dp"]),
+        ("qwen3_moe", ServerLayout(gpus=8, dp=2), []),
+    ],
+)
+def test_attention_that_sglang_cuts_over_all_gpus_is_in_one_group(model_type, layout, paths):
+    config = loaded(QWEN)
+    shape = replace(shape_of_config(model_config(config.model)), model_type=model_type)
+    changed = replace(config, rollout=replace(config.rollout, layout=layout))
+    assert [each.path for each in layout_problems(changed, Facts(hf=None, shape=shape))] == [f"rollout.layout.{path}" for path in paths]
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("sglang", True), ("vllm", False)])
+def test_a_width_that_the_kernels_for_latency_are_not_compiled_for_is_refused_where_none_pads_it(engine, refused):
+    config = loaded(QWEN)
+    layout = ServerLayout(gpus=8, dp=2, ep=8, all_to_all="deepep_low_latency")
+    changed = replace(config, rollout=replace(config.rollout, engine=engine, layout=layout, max_running=64, prefill_chunk=256))
+    hf = {**model_config(config.model), "hidden_size": 3584}
+    found = list(layout_problems(changed, Facts(hf=hf, shape=shape_of_config(hf))))
+    assert [each.path for each in found if "3584" in each.rule] == ["rollout.layout.all_to_all"] * refused
+
+
 def test_routes_are_not_replayed_where_the_engine_may_report_others():
     config = loaded(GLM)
     layout = ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1, redundant_experts=32)
@@ -171,6 +198,7 @@ def of_vllm(layout, **rollout):
         (ServerLayout(gpus=32, dp=4, ep=8), "ep", "must be 1 or gpus=32"),
         (ServerLayout(gpus=32, dp=4, ep=32, all_to_all="deepep"), "all_to_all", "is not offered by vllm"),
         (ServerLayout(gpus=32, ep=32, all_to_all="deepep_normal"), "all_to_all", "needs dp > 1"),
+        (ServerLayout(gpus=8, gpus_per_node=4, dp=2, ep=8, all_to_all="deepep_normal"), "all_to_all", "needs nodes of 8 GPUs"),
         (ServerLayout(gpus=96, gpus_per_node=12, dp=12), "dp", "must leave groups that fill nodes"),
     ],
 )

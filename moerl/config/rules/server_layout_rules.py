@@ -16,6 +16,8 @@ _LATENCY_WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_TOKENS = 1024
 """Most tokens that one rank may dispatch at once by DeepEP's kernels for latency (FINISHED_SUM_TAG of its internode_ll.cu)."""
 
+_SGLANG_ONE_GROUP = ("mixtral", "olmoe")
+"""model_types whose attention SGLang cuts over all GPUs of a server, whatever its groups (sglang/srt/models, 0.5.23)."""
 _LATENCY_REASON = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
 
 
@@ -41,10 +43,21 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0, or rollout.engine=vllm")
     if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
         yield from _low_latency_problems(rollout)
+    if rollout.engine == "sglang" and shape is not None and shape.model_type in _SGLANG_ONE_GROUP:
+        yield from _one_group_problems(layout, shape.model_type)
     if facts.hf is not None and layout.all_to_all in ("deepep", "deepep_low_latency"):
         yield from _latency_width_problems(rollout, facts.hf["hidden_size"])
     if config.train.router_replay == "rollout":
         yield from _replay_problems(rollout)
+
+
+def _one_group_problems(layout: ServerLayout, model_type: str) -> Iterator[Problem]:
+    if layout.dp > 1:
+        reason = f"SGLang's {model_type} has no data-parallel attention, and would add up tokens of different groups"
+        yield _problem("dp", layout.dp, "must be 1 for this model and sglang", reason, "dp=1, or rollout.engine=vllm")
+    if layout.tp > 1 and model_type == "olmoe":
+        reason = "its norms of queries and keys are over all heads, and SGLang takes them over those of one GPU"
+        yield _problem("gpus", layout.gpus, "must be 1 for this model and sglang", reason, "gpus=1, or rollout.engine=vllm")
 
 
 def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
