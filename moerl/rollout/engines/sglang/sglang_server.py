@@ -6,6 +6,12 @@ __main__.py, which multiprocessing would not import.
 
 import os
 
+from moerl.cluster.descendants import end_with_parent
+
+if __name__ == "__mp_main__":
+    # SGLang's processes ask for this after their imports, too late for a server that ended meanwhile: they would stay, with its GPUs.
+    end_with_parent()
+
 import torch
 
 from moerl.rollout.engines.sglang import sglang_cpu
