@@ -52,7 +52,7 @@ def plain_form(tokenizer: PreTrainedTokenizerBase) -> PlainForm | None:
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Of several, that for chats; None where there is none, or others alone."""
+    """Template for chats, of several; None where there is none of that kind."""
     found = tokenizer.chat_template
     return found.get("default") if isinstance(found, dict) else found or None
 

@@ -1,8 +1,6 @@
 """Process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
-import multiprocessing
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -40,9 +38,6 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's run_scheduler_process, with what moerl adds."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it ended before this process asked to end with it (sglang_server.py)
     from moerl.rollout.engines.sglang import sglang_cpu, sglang_cpu_drafts, sglang_cpu_fp8
 
     if server_args.device == "cpu":
