@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -119,6 +120,37 @@ def test_two_sglang_servers_with_data_parallel_attention_start_on_one_host(run, 
             await asyncio.gather(*(engine.close() for engine in engines))
 
     assert run(scenario()) == ["stale", "stale"]
+
+
+@pytest.mark.matrix
+@pytest.mark.engine
+def test_a_sglang_server_that_is_killed_while_its_processes_import_leaves_none(run, checkpoints, tmp_path):
+    (engine,) = build_engines(native_config("sglang-moe", checkpoints["moe"]), checkpoints["moe"].directory, tmp_path, RunSecret.new())
+
+    async def scenario():
+        starting = asyncio.create_task(engine.start())
+        try:
+            own = await asyncio.to_thread(spawned_by_server)
+            await asyncio.sleep(2)  # they have begun, and are far from the end of SGLang's imports
+            own[0].parent().kill()
+            assert not psutil.wait_procs(own, timeout=10)[1]
+            with pytest.raises(EngineUnavailable, match="signal 9"):
+                await starting
+        finally:
+            starting.cancel()
+            await engine.close()
+
+    run(scenario())
+
+
+def spawned_by_server():
+    """The processes of the one server that this process is starting, once there are two."""
+    while True:
+        servers = [each for each in psutil.Process().children(recursive=True) if "sglang_server" in " ".join(each.cmdline())]
+        own = [each for server in servers for each in server.children() if "spawn_main" in " ".join(each.cmdline())]
+        if len(own) > 1:
+            return own
+        time.sleep(0.2)
 
 
 @pytest.mark.matrix
