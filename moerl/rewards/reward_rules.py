@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, PURE_KINDS
 from moerl.rewards.worker_sandbox import missing
-from moerl.types.errors import Problem, can_be
+from moerl.types.errors import Problem, can_be, problem
 
 _FUNCTION = "path=rewards.py:score, or path=package.module:score"
 
@@ -20,17 +21,11 @@ _FUNCTION = "path=rewards.py:score, or path=package.module:score"
 def check_reward(config: RewardConfig) -> Iterator[Problem]:
     if not config.terms:
         reason, fix = "the reward is the weighted sum of its terms", "reward.terms.NAME.kind=exact, or another kind"
-        yield Problem(path="reward.terms", value={}, rule="needs at least one term", reason=reason, fix=fix)
+        yield problem("reward.terms", {}, "needs at least one term", reason, fix)
     for name, term in config.terms.items():
         path = f"reward.terms.{name}"
         if not math.isfinite(term.weight):
-            yield Problem(
-                path=f"{path}.weight",
-                value=term.weight,
-                rule="must be finite",
-                reason="it multiplies the term's value",
-                fix=f"{path}.weight=1.0",
-            )
+            yield problem(f"{path}.weight", term.weight, "must be finite", "it multiplies the term's value", f"{path}.weight=1.0")
         yield from _unused(path, term)
         yield from _isolation(f"{path}.isolation", term)
         if term.kind == "format":
@@ -44,59 +39,54 @@ def _unused(path: str, term: RewardTerm) -> Iterator[Problem]:
         value = getattr(term, field)
         if value is not None and term.kind != kind:
             fix = f"leave it out, or {path}.kind={kind}"
-            yield Problem(path=f"{path}.{field}", value=value, rule="has no effect", reason=f"it belongs to kind={kind}", fix=fix)
+            yield problem(f"{path}.{field}", value, "has no effect", f"it belongs to kind={kind}", fix)
 
 
 def _isolation(path: str, term: RewardTerm) -> Iterator[Problem]:
-    def problem(rule: str, reason: str, fix: str) -> Problem:
-        return Problem(path=path, value=term.isolation, rule=rule, reason=reason, fix=fix)
-
+    broken = partial(problem, path, term.isolation)
     if term.kind != "function" and term.isolation == "network":
-        yield problem("needs kind=function", "no other kind asks anything of a network", f"{path}=strict, which is the default")
+        yield broken("needs kind=function", "no other kind asks anything of a network", f"{path}=strict, which is the default")
     lacking = missing() if term.kind not in PURE_KINDS and term.isolation != "off" and sys.platform == "linux" else []
     if lacking:
         fix = f"what is missing; or {path}=off, and such checks may do whatever the run may"
-        yield problem("cannot be had on this machine", f"it lacks {' and '.join(lacking)}", fix)
+        yield broken("cannot be had on this machine", f"it lacks {' and '.join(lacking)}", fix)
 
 
 def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:
     fix = f"{path}='(?s)<think>.*</think>.*'"
     if pattern is None:
-        yield Problem(path=path, value=None, rule="must be given for kind=format", reason="it is matched against the response", fix=fix)
+        yield problem(path, None, "must be given for kind=format", "it is matched against the response", fix)
         return
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        yield Problem(path=path, value=pattern, rule="must be a regular expression of Python's re", reason=str(error), fix=fix)
+        yield problem(path, pattern, "must be a regular expression of Python's re", str(error), fix)
 
 
 def _function(path: str, value: str | None) -> Iterator[Problem]:
-    def problem(rule: str, reason: str, fix: str = _FUNCTION) -> Iterator[Problem]:
-        yield Problem(path=path, value=value, rule=rule, reason=reason, fix=fix)
-
+    broken = partial(problem, path, value)
     if value is None:
-        yield from problem("must be given for kind=function", "it names the function to call")
+        yield broken("must be given for kind=function", "it names the function to call", _FUNCTION)
         return
     try:
         source, name = split_path(value)
     except ValueError:
-        yield from problem("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name")
+        yield broken("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name", _FUNCTION)
         return
     file = _source_file(source)
     if file is None:
         where = f"looked at {Path(source).absolute()}" if source.endswith(".py") else "it is not on sys.path"
-        yield from problem("names no module", where, "the path of the file, or an installed module")
+        yield broken("names no module", where, "the path of the file, or an installed module")
         return
     if file.suffix != ".py":
         return  # an extension module: nothing to read; a worker imports it when the run starts
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (OSError, SyntaxError, ValueError) as error:
-        yield from problem("must be a Python file", str(error), "correct the file")
+        yield broken("must be a Python file", str(error), "correct the file")
         return
-    broken = _broken_rule(tree, name)
-    if broken is not None:
-        yield from problem(*broken, f"def {name}({', '.join(FUNCTION_ARGUMENTS)}) in {file}")
+    if (found := _broken_rule(tree, name)) is not None:
+        yield broken(*found, f"def {name}({', '.join(FUNCTION_ARGUMENTS)}) in {file}")
 
 
 def _source_file(source: str) -> Path | None:

@@ -18,7 +18,7 @@ from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
 from moerl.rewards.answer_channel import ForgedAnswer
 from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.reward_supervisor import MAX_TASKS, TOO_MANY_TASKS
-from moerl.types.errors import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem, problem
 from moerl.types.exit_codes import ExitCode
 
 START_SECONDS = 120.0
@@ -203,7 +203,6 @@ class VerifierRunner:
 
 
 def _problem(name: str, term: RewardTerm, reason: str) -> Problem:
-    return Problem(
-        path=f"reward.terms.{name}", value=term.path if term.path is not None else term.kind, rule="its verifier must start",
-        reason=reason, fix="correct what the reason names; the verifier is built in a process of its own, on this machine",
-    )  # fmt: skip
+    value = term.kind if term.path is None else term.path
+    fix = "correct what the reason names; the verifier is built in a process of its own, on this machine"
+    return problem(f"reward.terms.{name}", value, "its verifier must start", reason, fix)

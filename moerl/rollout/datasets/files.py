@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from moerl.config.schema.data_config import FileData
 from moerl.rollout.datasets.dataset import Complaints, Row
-from moerl.types.errors import Problem, can_be
+from moerl.types.errors import Problem, can_be, problem
 from moerl.types.json_text import parse_json
 
 
@@ -136,17 +136,15 @@ _FORMATS: dict[str, Callable[[Path], _File]] = {".parquet": _Parquet, ".jsonl": 
 def check(config: FileData) -> Iterator[Problem]:
     suffixes = " or ".join(_FORMATS)
     if not config.files:
-        yield Problem(
-            path="data.files", value=[], rule="needs a file", reason="prompts come from it", fix=f"data.files=[train{next(iter(_FORMATS))}]"
-        )
+        yield problem("data.files", [], "needs a file", "prompts come from it", f"data.files=[train{next(iter(_FORMATS))}]")
     for index, name in enumerate(config.files):
         path, file = f"data.files.{index}", Path(name)
         if file.suffix not in _FORMATS:
             near = difflib.get_close_matches(file.suffix, _FORMATS, n=1)
             fix = f"rename it to {file.stem}{near[0]} if that is what it holds" if near else f"a {suffixes} file"
-            yield Problem(path=path, value=name, rule=f"must end in {suffixes}", reason="the suffix says how to read it", fix=fix)
+            yield problem(path, name, f"must end in {suffixes}", "the suffix says how to read it", fix)
         elif not (can_be(file) and file.is_file()):
-            yield Problem(path=path, value=name, rule="is not a file", reason=f"looked at {file.absolute()}", fix="correct the path")
+            yield problem(path, name, "is not a file", f"looked at {file.absolute()}", "correct the path")
 
 
 def _read(names: tuple[str, ...], complaints: Complaints) -> Iterator[tuple[Path, _File]]:

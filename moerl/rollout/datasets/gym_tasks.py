@@ -17,7 +17,7 @@ from typing import Any
 
 from moerl.config.schema.data_config import GymData
 from moerl.rollout.datasets.dataset import Row
-from moerl.types.errors import DataError, Problem
+from moerl.types.errors import DataError, Problem, problem
 
 
 class GymDataset:
@@ -84,7 +84,7 @@ def check(config: GymData) -> Iterator[Problem]:
             near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.4)
             fix = f"one of {', '.join(near)}" if near else "a name from reasoning_gym.factory.DATASETS"
             reason = f"the installed reasoning-gym has {len(DATASETS)} tasks, and none of that name"
-            yield Problem(path="data.task", value=config.task, rule="must be a reasoning-gym task", reason=reason, fix=fix)
+            yield problem("data.task", config.task, "must be a reasoning-gym task", reason, fix)
             return
         config_class = DATASETS[config.task][1]
     yield from _check_args(config, config_class)
@@ -128,13 +128,11 @@ def _check_args(config: GymData, config_class: Any) -> Iterator[Problem]:
         reason = "the number of rows is data.size" if name == "size" else f"settings of {config.task}: {', '.join(names)}"
         near = difflib.get_close_matches(name, names, n=1)
         fix = "data.size" if name == "size" else f"data.args.{near[0]}" if near else "leave it out"
-        yield Problem(path=f"data.args.{name}", value=config.args[name], rule="is no setting of this task", reason=reason, fix=fix)
+        yield problem(f"data.args.{name}", config.args[name], "is no setting of this task", reason, fix)
     if unknown:
         return
     try:
         config_class(**config.args).validate()
     except (AssertionError, ValueError, TypeError) as error:
-        yield Problem(
-            path="data.args", value=config.args, rule="must satisfy the task", reason=f"{type(error).__name__}: {error}",
-            fix=f"see reasoning-gym's {config_class.__name__}",
-        )  # fmt: skip
+        reason, fix = f"{type(error).__name__}: {error}", f"see reasoning-gym's {config_class.__name__}"
+        yield problem("data.args", config.args, "must satisfy the task", reason, fix)

@@ -6,12 +6,13 @@ import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
 
 from moerl.rollout.engines.engine_arguments import argument_name, argument_names, as_command_line
-from moerl.types.errors import Problem
+from moerl.types.errors import Problem, problem
 
 PATH = "rollout.engine_args"
 
@@ -23,7 +24,7 @@ def version_problems(engine: str, packages: Sequence[str], supported: str) -> li
         return []
     rule = f"needs {engine}{supported} in {sys.prefix}, which has {found}"
     reason = "moerl starts it with its own functions, and those change between versions"
-    return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
+    return [problem("rollout.python", sys.executable, rule, reason, f"pip install '{engine}{supported}' there")]
 
 
 def installed_version(packages: Sequence[str]) -> str:
@@ -56,17 +57,15 @@ def argument_problems(
 def _problem(
     parser: argparse.ArgumentParser, name: str, value: Any, known: set[str], own: Mapping[str, str], engine: str
 ) -> Problem | None:
-    def problem(rule: str, reason: str, fix: str) -> Problem:
-        return Problem(path=f"{PATH}.{name}", value=value, rule=rule, reason=reason, fix=fix)
-
+    broken = partial(problem, f"{PATH}.{name}", value)
     if name in own:
-        return problem("is set by moerl", "the server must agree with the rest of the run", own[name])
+        return broken("is set by moerl", "the server must agree with the rest of the run", own[name])
     if name not in known:
         nearest = difflib.get_close_matches(name, sorted(known), n=1)
         fix = f"{PATH}.{nearest[0]}" if nearest else "leave it out"
-        return problem(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
+        return broken(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
     try:
         parser.parse_args(as_command_line({name: value}, parser))
     except ValueError as error:
-        return problem(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
+        return broken(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
     return None

@@ -23,7 +23,7 @@ from moerl.rollout.engines.vllm.cache_loads import CacheLoads
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, ServerLoad
-from moerl.types.errors import EngineError, Problem, WeightError
+from moerl.types.errors import EngineError, Problem, WeightError, problem
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _model_problems(model: Mapping[str, Any]) -> Iterator[Problem]:
     for name, fixed in {"swiglu_limit": 7.0, "layer_types": layer_types({**model, "layer_types": None})}.items():
         if given[name] != fixed:
             reason = "vLLM's gpt-oss takes this whatever config.json says, and would compute other log-probs than the trainer"
-            yield Problem(path="model", value=f"{name} = {given[name]}", rule=f"must be {fixed}", reason=reason, fix="rollout.engine=hf")
+            yield problem("model", f"{name} = {given[name]}", f"must be {fixed}", reason, "rollout.engine=hf")
 
 
 def start(options: Options) -> "VLLMCore":

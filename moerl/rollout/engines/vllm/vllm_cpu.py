@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.types.errors import Problem
+from moerl.types.errors import Problem, problem
 
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 """moerl's processes have one thread each, wherever the system puts it. The functions that vLLM compiles one by one (lookups, log-probs)
@@ -113,4 +113,4 @@ def _head_size(model: Mapping[str, Any]) -> int:
 
 def _problem(value: str, rule: str) -> Problem:
     reason = "vLLM's kernels for CPU are compiled for these sizes only"
-    return Problem(path="model", value=value, rule=rule, reason=reason, fix="rollout.engine=hf, or a server on a GPU")
+    return problem("model", value, rule, reason, "rollout.engine=hf, or a server on a GPU")
