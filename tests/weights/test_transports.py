@@ -18,7 +18,7 @@ from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first
 
 from moerl.cluster.error_texts import is_consequence
 from moerl.config.schema.layout import Layout
-from moerl.rollout.engines.process_push import needed_names
+from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Bucket
 from moerl.weights.plan.spec_tensors import box_of, spec_of
@@ -118,7 +118,7 @@ def test_processes_of_a_server_get_the_experts_they_serve_and_no_others(transpor
     model = {f"layers.0.mlp.experts.{expert}.up_proj.weight": torch.full((40, 30), float(expert)) for expert in range(8)}
     model |= {"norm.weight": torch.ones(7)}
     specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
-    needs = [needed_names(specs, process=process, num_processes=2, expert_parallel=2) for process in range(2)]
+    needs = needs_of_processes(specs, num_processes=2, expert_parallel=2)
     servers = {name: Halves(*(start(specs=specs, needs=mine) for mine in needs)) for name in "ab"}
     stats = asyncio.run(WeightSync(make_source(model=model), servers, transport=transport).push(1))
     for server in servers.values():

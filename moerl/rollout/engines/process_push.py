@@ -11,18 +11,15 @@ from moerl.weights.weight_session import WeightSession
 
 
 def needs_of_processes(names: Iterable[str], *, num_processes: int, expert_parallel: int) -> Needs:
-    """Needs of all processes of a server, from the `names` of its model's tensors."""
-    names = tuple(names)
-    return tuple(needed_names(names, process=p, num_processes=num_processes, expert_parallel=expert_parallel) for p in range(num_processes))
-
-
-def needed_names(names: Iterable[str], *, process: int, num_processes: int, expert_parallel: int) -> tuple[str, ...]:
-    """All but experts of others. Neighbouring processes share experts, and those of each share are consecutive: the order of vLLM
-    and SGLang without redundant experts."""
-    names = tuple(names)
-    num_experts = 1 + max((expert for name in names if (expert := expert_of(name)) is not None), default=0)
-    share, size = process // (num_processes // expert_parallel), num_experts // expert_parallel
-    return tuple(name for name in names if (expert := expert_of(name)) is None or expert // size == share)
+    """Needs of all processes of a server, from the `names` of its model's tensors: all but experts of others. Neighbouring processes share
+    experts, and those of each share are consecutive: the order of vLLM and SGLang without redundant experts."""
+    experts = {name: expert_of(name) for name in names}
+    num_experts = 1 + max((expert for expert in experts.values() if expert is not None), default=0)
+    sharing, size = num_processes // expert_parallel, num_experts // expert_parallel
+    return tuple(
+        tuple(name for name, expert in experts.items() if expert is None or expert // size == process // sharing)
+        for process in range(num_processes)
+    )
 
 
 def run_step(session: WeightSession, step: str, body: str, *, process: int) -> None:
