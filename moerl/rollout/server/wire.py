@@ -63,11 +63,6 @@ class CompletionHead:
     load: ServerLoad = field(default=ServerLoad())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishBody:
-    version: int
-
-
 MAX_ERROR = 2**20
 """Bytes of the longest error: a push's, which names tensors."""
 
@@ -93,7 +88,6 @@ class ReadyLine:
 COMPLETION_HEAD = TypeAdapter(CompletionHead)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)
-FINISH = TypeAdapter(FinishBody)
 ERROR = TypeAdapter(ErrorBody)
 READY = TypeAdapter(ReadyLine)
 

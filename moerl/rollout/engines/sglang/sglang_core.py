@@ -223,7 +223,7 @@ class SGLangCore:
     async def finish(self, version: int) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightVersionReqInput
 
-        await self._call("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))
+        await self._call("finish", str(version).encode())
         await self._session("end_weight_update", EndWeightUpdateReqInput())
         self._session_is_open = False
         await self._manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False))

@@ -261,7 +261,7 @@ class VLLMCore:
         await self._update("install", b"")
 
     async def finish(self, version: int) -> None:
-        await self._update("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))
+        await self._update("finish", str(version).encode())
         await self._done(self._engine.finish_weight_update(weight_version=str(version)))
         self._session_is_open = False
 
