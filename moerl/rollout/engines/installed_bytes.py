@@ -7,6 +7,7 @@ parameter that no copy reached has values of its own, which no digest of what wa
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,19 @@ logger = logging.getLogger(__name__)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader, e.g. a model's load_weights."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def with_draft(load: LoadWeights, load_draft: LoadWeights, num_layers: int) -> LoadWeights:
+    """Loader of a model of `num_layers`, and of the one that drafts: its are the layers after the model's last."""
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            layer = _LAYER.match(name)
+            (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
+
+    return load_weights
 
 
 class InstalledBytes:

@@ -1,7 +1,6 @@
 """Process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
+from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights, with_draft
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.rollout.engines.sglang import sglang_fp8, sglang_patches, sglang_weight_memory
 from moerl.types.errors import WeightError
@@ -30,8 +29,6 @@ INSTALL_METHOD = "moerl_weights"
 _FUSED = "fused_qkv_a_proj_with_mqa.weight"
 _PARTS_OF_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 """Tensors in the order of its rows."""
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -116,14 +113,7 @@ def _loader(model: torch.nn.Module, draft: torch.nn.Module | None, num_layers: i
     load = _with_parts_of_fused(model)
     if draft is None:
         return load
-    load_draft = _with_parts_of_fused(draft, (f"model.layers.{num_layers}.", "model.decoder."))
-
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            layer = _LAYER.match(name)
-            (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
-
-    return load_weights
+    return with_draft(load, _with_parts_of_fused(draft, (f"model.layers.{num_layers}.", "model.decoder.")), num_layers)
 
 
 def _with_parts_of_fused(model: Any, renamed: tuple[str, str] = ("", "")) -> LoadWeights:

@@ -1,8 +1,7 @@
 """Process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from moerl.models.fp8_blocks import round_up_to_power_of_two
 from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
-from moerl.rollout.engines.installed_bytes import memory_of
+from moerl.rollout.engines.installed_bytes import memory_of, with_draft
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling, vllm_weight_memory
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
@@ -40,8 +39,6 @@ from moerl.weights.weight_session import WeightSession
 logger = logging.getLogger(__name__)
 
 BACKEND = "moerl"
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class WorkerExtension:
@@ -115,13 +112,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def add_draft(self, draft: torch.nn.Module) -> None:
         """`draft`: the model that drafts. It has layers after the model's last, and shares the embedding and the output layer."""
         self._draft, num_layers = draft, self.model_config.hf_config.num_hidden_layers
-        load, load_draft = through_loaders(self.model), through_loaders(draft)
-
-        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            for name, tensor in weights:
-                layer = _LAYER.match(name)
-                (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
-
+        load_weights = with_draft(through_loaders(self.model), through_loaders(draft), num_layers)
         self._installed = LayerwiseBytes(load_weights, self._verify)
 
     @property
