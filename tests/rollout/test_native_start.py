@@ -11,8 +11,7 @@ import torch
 from family_servers import REFUSED
 from tiny_servers import native_engine, native_param
 
-from moerl.rollout.engines.vllm.cache_loads import CacheLoads
-from moerl.rollout.engines.vllm.vllm_core import VLLMCore
+from moerl.rollout.engines.vllm.vllm_core import CacheLoads, VLLMCore
 from moerl.types.errors import EngineError
 
 

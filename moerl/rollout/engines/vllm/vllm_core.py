@@ -19,7 +19,6 @@ from moerl.rollout.engines.engine_arguments import Options, as_command_line, wit
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
-from moerl.rollout.engines.vllm.cache_loads import CacheLoads
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, ServerLoad
@@ -165,6 +164,42 @@ def _parser() -> argparse.ArgumentParser:
 
 _TAGS: Mapping[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 """vLLM's names of memory (vllm/v1/worker/gpu_worker.py)."""
+
+
+class CacheLoads:
+    """Pressure on the caches of vLLM's engines, of which there is one for each data-parallel group: they send it with their outputs, and
+    compute it only for whom they are given as `stat_loggers`."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, float] = {}
+        self._num_preempted = 0
+
+    @property
+    def load(self) -> ServerLoad:
+        return ServerLoad(cache_share=max(self._shares.values(), default=0.0), num_preempted=self._num_preempted)
+
+    def record(self, engine: int, scheduled: Any, iteration: Any) -> None:
+        """`scheduled`: vLLM's SchedulerStats, `iteration`: its IterationStats of one step; either may be None."""
+        if scheduled is not None:
+            self._shares[engine] = min(max(float(scheduled.kv_cache_usage), 0.0), 1.0)
+        if iteration is not None:
+            self._num_preempted += iteration.num_preempted_reqs
+
+    def logger(self, config: Any, engine: int) -> Any:
+        """A logger as vLLM makes one for each engine."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        loads = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None: ...
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
+                loads.record(engine, scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None: ...
+
+        return Logger()
 
 
 class VLLMCore:
