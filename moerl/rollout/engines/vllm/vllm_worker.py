@@ -1,13 +1,13 @@
 """Process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -24,10 +24,9 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from moerl.models.fp8_blocks import round_up_to_power_of_two
 from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
-from moerl.rollout.engines.installed_bytes import memory_of, with_draft
+from moerl.rollout.engines.installed_bytes import LoadWeights, memory_of, with_draft
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling, vllm_weight_memory
-from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
@@ -39,6 +38,9 @@ from moerl.weights.weight_session import WeightSession
 logger = logging.getLogger(__name__)
 
 BACKEND = "moerl"
+
+_STACKS_OF_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+"""gpt-oss's."""
 
 
 class WorkerExtension:
@@ -267,3 +269,23 @@ def finish_reload(model: torch.nn.Module, model_config: Any, *, on_cpu: bool) ->
         if isinstance(module, ParallelLMHead):
             # Tied to the embedding it gets no tensor of its own, and vLLM leaves its packed copy as it was.
             module.quant_method.process_weights_after_loading(module)
+
+
+def through_loaders(model: Any) -> LoadWeights:
+    """The model's loader. A reload layer by layer sees what goes through the loaders of parameters alone, and vLLM's gpt-oss
+    (vllm/model_executor/models/gpt_oss.py, 0.32) copies stacks of experts and sinks past them: it gets experts one by one."""
+    load: LoadWeights = model.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            block, _, kind = name.rpartition(".experts.")
+            if kind in _STACKS_OF_EXPERTS:
+                load([(f"{block}.experts.{expert}.{kind}", part) for expert, part in enumerate(tensor)])
+            elif name.endswith(".self_attn.sinks"):
+                sinks = model.get_parameter(name.replace(".self_attn.", ".attn."))
+                first = get_tensor_model_parallel_rank() * len(sinks)
+                sinks.weight_loader(sinks, tensor[first : first + len(sinks)])
+            else:
+                load([(name, tensor)])
+
+    return load_weights
