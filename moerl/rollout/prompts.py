@@ -100,20 +100,19 @@ class PromptSource:
         usable, overlong, refused = [], Complaints(), Complaints()
         for index in range(len(self._dataset)):
             try:
-                text = self._render(self._dataset[index])
+                row = self._dataset[index]
+                text = self._render(row)
             except Exception as error:  # a template is code of the model's authors, and does with a row what it likes
                 refused.add(self._dataset.name_of(index), str(error) if isinstance(error, TemplateError) else repr(error))
                 continue
             if not text:
                 refused.add(self._dataset.name_of(index), "nothing is left of it")
                 continue
-            if self._fits(text) and (too_long := self._too_long_with_answer(self._dataset[index])):
+            if too_long := self._too_long(row, text):
                 overlong.add(self._dataset.name_of(index), too_long)
-            elif self._fits(text):
-                usable.append(index)
-                self.data_sources.add(self._dataset[index].data_source)
             else:
-                overlong.add(self._dataset.name_of(index), f"{len(self._encode(text))} tokens")
+                usable.append(index)
+                self.data_sources.add(row.data_source)
         refused.raise_if_any("the chat template refuses {count} row(s)")
         self._report(overlong)
         return np.array(usable, dtype=np.int64)
@@ -128,18 +127,20 @@ class PromptSource:
             raise DataError(f"{heading}, so none is left\n{overlong}")
         logger.warning("%s and are left out\n%s", heading, overlong)
 
-    def _fits(self, text: str) -> bool:
-        return len(text.encode(errors="surrogatepass")) <= self._limit or len(self._encode(text)) <= self._limit
+    def _too_long(self, row: Row, text: str) -> str:
+        """Its tokens, in words; empty if it fits, also with the answer where that is shown."""
+        if count := self._count_above(self._limit, text):
+            return f"{count} tokens"
+        if self._shown is not None and (count := self._count_above(self._context, self._render(self._with_answer(row, self._shown)))):
+            return f"{count} tokens with the answer (distillation.shown), more than {self._context}"
+        return ""
 
-    def _too_long_with_answer(self, row: Row) -> str:
-        """Empty if it fits, or is not shown."""
-        if self._shown is None:
-            return ""
-        text = self._render(self._with_answer(row, self._shown))
-        if len(text.encode(errors="surrogatepass")) <= self._context:
-            return ""
+    def _count_above(self, limit: int, text: str) -> int:
+        """Tokens of the text; 0 if they are at most `limit`."""
+        if len(text.encode(errors="surrogatepass")) <= limit:
+            return 0
         count = len(self._encode(text))
-        return "" if count <= self._context else f"{count} tokens with the answer (distillation.shown), more than {self._context}"
+        return count if count > limit else 0
 
     @staticmethod
     def _with_answer(row: Row, shown: str) -> Row:
