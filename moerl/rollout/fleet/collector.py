@@ -71,7 +71,8 @@ class Intake:
 class Collector(Protocol):
     """Receiver of completions. Implementations: LocalCollector, moerl.rollout.fleet.ray_collectors.RayCollectors."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        return
 
     async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineUnsound for an answer that cannot be right."""
@@ -79,18 +80,18 @@ class Collector(Protocol):
     @property
     def watched(self) -> tuple[WatchedProcess, ...]:
         """Its processes, for the report about a rollout that hangs."""
+        return ()
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        return
 
 
-class LocalCollector:
+class LocalCollector(Collector):
     """This process: for engines that live in it, whose answers are here anyway, and for tests."""
 
     def __init__(self, intake: Intake, *, keep: Keep):
         """`keep`: moerl.types.stored.Here, or its `keep` where train ranks fetch payloads."""
         self._intake, self._keep = intake, keep
-
-    async def start(self) -> None: ...
 
     async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         before = None if so_far is None else so_far.whole(so_far.payload.get())
@@ -99,9 +100,3 @@ class LocalCollector:
         completion, payload = await self._intake.received(more, request, before, server=engine.name)
         stored = StoredCompletion.of(completion, payload, self._keep(payload))
         return Answer(completion=stored, text=payload.text, load=more.load)
-
-    @property
-    def watched(self) -> tuple[WatchedProcess, ...]:
-        return ()
-
-    async def close(self) -> None: ...
