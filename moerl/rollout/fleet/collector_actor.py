@@ -13,7 +13,7 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,29 +136,22 @@ class CollectorActor:
                     self._end(number, outcome)
                 else:
                     self._spawn(self._receive(number, each, before[number], outcome))
-        except MoerlError as error:
-            self._end_all(left, error)
         except Exception as error:
-            self._end_all(left, _bug(error))
+            for number in left:
+                self._end(number, _told(error))
 
     async def _receive(self, number: int, asked: _Asked, so_far: Completion | None, more: Completion) -> None:
         assert self._intake is not None
         try:
             self._end(number, await self._intake.received(more, asked.request, so_far, server=asked.server))
-        except MoerlError as error:
-            self._end(number, error)
         except Exception as error:
-            self._end(number, _bug(error))
+            self._end(number, _told(error))
 
     async def _abort(self, url: str, server: str, request_ids: Sequence[str]) -> None:
         try:
             await abort_at(self._connected(), url, server, request_ids)
         except EngineError as error:  # it may be gone, which is why nobody waits any more
             logger.info("%s were not dropped: %s", ", ".join(request_ids[:4]), error)
-
-    def _end_all(self, numbers: Iterable[int], error: MoerlError) -> None:
-        for number in numbers:
-            self._end(number, error)
 
     def _end(self, number: int, outcome: tuple[Completion, Payload] | MoerlError) -> None:
         if self._asked.pop(number, None) is not None:
@@ -228,6 +221,9 @@ def _missing(request: GenerateRequest, so_far: Completion | None) -> GenerateReq
     return replace(request, prompt_ids=prompt_ids, sampling=sampling)
 
 
-def _bug(error: Exception) -> MoerlError:
+def _told(error: Exception) -> MoerlError:
+    """The error itself, or of a bug one that names it."""
+    if isinstance(error, MoerlError):
+        return error
     logger.error("an answer could not be received", exc_info=error)
     return MoerlError(f"a process that receives completions failed: {type(error).__name__}: {error}")
