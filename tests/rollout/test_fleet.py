@@ -188,7 +188,7 @@ def test_the_end_of_a_server_is_no_refusal_after_which_it_would_get_a_push(run, 
     async def scenario():
         async with serving(checkpoints, 2) as (pool, engines):
             seen = []
-            pool.fleet.on_change(lambda: seen.append(states(pool)[0]))
+            pool.fleet.on_change.append(lambda: seen.append(states(pool)[0]))
             calls = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"r{i}")) for i in range(6)]
             await turns(3)
             engines[0].kill()

@@ -70,8 +70,10 @@ class Fleet:
         self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
-        self._on_change: list[Callable[[], None]] = []
-        self._on_load: list[Callable[[Member, ServerLoad], None]] = []
+        self.on_change: list[Callable[[], None]] = []
+        """Called after every change of a server's state."""
+        self.on_load: list[Callable[[Member, ServerLoad], None]] = []
+        """Called with the load that a server reports to a probe."""
         self._pushed: dict[str, tuple[int, Member]] = {}
 
     @property
@@ -94,14 +96,6 @@ class Fleet:
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
-
-    def on_change(self, call: Callable[[], None]) -> None:
-        """`call` after every change of a server's state."""
-        self._on_change.append(call)
-
-    def on_load(self, call: Callable[[Member, ServerLoad], None]) -> None:
-        """`call` with the load that a server reports to a probe."""
-        self._on_load.append(call)
 
     def running(self) -> list[Member]:
         """Those that answer, or should."""
@@ -234,13 +228,12 @@ class Fleet:
             error: EngineError | None = await self._end_of(member)
             while error is not None:
                 self._enter(member, "dead")
-                if member.verdict is not None:
-                    member.gone = member.verdict
-                    self._tell()
-                    return
-                if member.num_starts > self._max_restarts:
+                verdict = member.verdict
+                if verdict is None and member.num_starts > self._max_restarts:
                     logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
-                    member.gone = error
+                    verdict = error
+                if verdict is not None:
+                    member.gone = verdict
                     self._tell()
                     return
                 logger.warning("restart %d of %d: %s", member.num_starts, self._max_restarts, error)
@@ -288,7 +281,7 @@ class Fleet:
                 health = await member.engine.health()
         except (EngineError, TimeoutError):
             return False
-        for call in self._on_load:
+        for call in self.on_load:
             call(member, health.load)
         return True
 
@@ -324,5 +317,5 @@ class Fleet:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        for call in self._on_change:
+        for call in self.on_change:
             call()

@@ -56,8 +56,8 @@ class RequestQueue:
         self._waiting: list[Claim] = []  # by number
         self._homes: OrderedDict[str, Member] = OrderedDict()  # least recently used first
         self._num_claims = 0
-        fleet.on_change(self._assign)
-        fleet.on_load(self.report)
+        fleet.on_change.append(self._assign)
+        fleet.on_load.append(self.report)
 
     @property
     def num_waiting(self) -> int:
