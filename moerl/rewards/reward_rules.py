@@ -135,9 +135,9 @@ def _imported_files(file: Path, folder: Path) -> Iterator[Path]:
 
 def _broken_rule(tree: ast.Module, name: str) -> tuple[str, str] | None:
     """The rule and the reason, if the module visibly does not define a callable `name` of verl's signature."""
-    found = [node for node in _top_level(tree.body) if name in _names(node)]
+    found = [node for node in _top_level(tree) if name in _names(node)]
     if not found:
-        stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _top_level(tree.body))
+        stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _top_level(tree))
         return None if stars else ("names nothing", f"the module defines no {name} at its top level")
     last = found[-1]
     if getattr(last, "decorator_list", []):
@@ -161,15 +161,13 @@ def _broken_signature(function: ast.FunctionDef) -> tuple[str, str] | None:
     return ("needs further arguments", f"nothing passes {', '.join(further)}") if further else None
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _top_level(within: ast.AST) -> Iterator[ast.stmt]:
     """Statements that run at import, those inside if, try and with included."""
-    for node in body:
-        yield node
-        for block in ("body", "orelse", "finalbody"):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                yield from _top_level(getattr(node, block, []))
-        for handler in getattr(node, "handlers", []):
-            yield from _top_level(handler.body)
+    for node in ast.iter_child_nodes(within):
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield from _top_level(node)
 
 
 def _names(node: ast.stmt) -> set[str]:
