@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from moerl import canary
@@ -20,7 +19,7 @@ from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.schema.data_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result, result_of
-from moerl.evaluation.samples import Record, SampleFile, num_alike, outcome_of, record_of, samples_path
+from moerl.evaluation.samples import Record, SampleFile, num_alike, outcome_of, record_of
 from moerl.models.plain_tokenizer import Tokenizer
 from moerl.observe.observer import full_reward
 from moerl.rewards.reward_pool import RewardPool
@@ -42,11 +41,7 @@ class _Loaded:
     prompts: PromptSource
     rewards: RewardPool
     pass_reward: float
-
-    @property
-    def num_prompts(self) -> int:
-        most = self.settings.num_prompts
-        return self.prompts.num_rows if most is None else min(most, self.prompts.num_rows)
+    num_prompts: int
 
 
 def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, PromptSource]:
@@ -89,13 +84,14 @@ class Evaluator:
 
     def _load(self, config: RunConfig, name: str, prompts: PromptSource, rewards: RewardPool) -> _Loaded:
         settings = self._settings.datasets[name]
-        reward = reward_of(config, settings)
+        reward, num_rows = reward_of(config, settings), prompts.num_rows
         return _Loaded(
             name=name,
             settings=settings,
             prompts=prompts,
             rewards=rewards if settings.reward is None else RewardPool(reward),
             pass_reward=full_reward(reward) if settings.pass_reward is None else settings.pass_reward,
+            num_prompts=num_rows if settings.num_prompts is None else min(settings.num_prompts, num_rows),
         )
 
     async def __aenter__(self) -> Self:
@@ -105,7 +101,7 @@ class Evaluator:
             self._started = stack.pop_all()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._started.aclose()
 
     def some_prompts(self) -> list[Prompt]:
@@ -115,7 +111,7 @@ class Evaluator:
 
     async def run(self, directory: Path) -> list[Result]:
         """Result of every data set, with the weights that the servers have. Samples that are in `directory` already are not made again."""
-        return [await self._run(each, samples_path(directory, each.name)) for each in self._datasets]
+        return [await self._run(each, directory / "samples" / f"{each.name}.jsonl") for each in self._datasets]
 
     async def _run(self, dataset: _Loaded, path: Path) -> Result:
         prompts = [dataset.prompts.prompt_at(index) for index in range(dataset.num_prompts)]

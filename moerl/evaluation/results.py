@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,21 @@ def write_results(directory: Path, results: Sequence[Result], *, version: int, c
     return {name: value for result in results for name, value in result.metrics().items()}
 
 
-def discard(directory: Path) -> None:
-    """Removal of what an earlier evaluation left there."""
-    shutil.rmtree(directory, ignore_errors=True)
+discard = partial(shutil.rmtree, ignore_errors=True)
+"""Removal of a directory, and of what an earlier evaluation left there."""
 
 
 def keep_samples_of(directory: Path, identity: Mapping[str, Any]) -> None:
     """Samples that are in `directory` stay only if they are of the same checkpoint and settings, and the evaluation has not ended."""
     file, results = directory / IDENTITY, directory / RESULTS
     if results.exists() or not file.exists() or json.loads(file.read_text()) != identity:
-        shutil.rmtree(directory / "samples", ignore_errors=True)
+        discard(directory / "samples")
         _write(file, identity)
     results.unlink(missing_ok=True)
 
 
-def table(results: Sequence[Result]) -> Table:
-    """One row per data set; means with the half width of their 95 % interval."""
+def print_table(results: Sequence[Result]) -> None:
+    """One row per data set, means with the half width of their 95 % interval. On standard output; in full where that is not a terminal."""
     ks = sorted({k for result in results for k in result.passes})
     shown = Table()
     shown.add_column("data set")
@@ -49,13 +49,7 @@ def table(results: Sequence[Result]) -> Table:
         passes = [_shown(result.passes[k]) if k in result.passes else "-" for k in ks]
         rest = (f"{result.length_mean:.1f}", f"{result.truncated:.1%}", str(result.errors))
         shown.add_row(result.name, str(result.num_prompts), str(result.samples), _shown(result.reward), *passes, *rest)
-    return shown
-
-
-def print_table(results: Sequence[Result]) -> None:
-    """On standard output; in full where that is not a terminal."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-    console.print(table(results))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(shown)
 
 
 def _shown(estimate: Estimate) -> str:

@@ -6,7 +6,6 @@ What was written before is kept if it belongs to the same rows, so that an evalu
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import xxhash
@@ -65,10 +64,6 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     )
 
 
-def samples_path(directory: Path, name: str) -> Path:
-    return directory / "samples" / f"{name}.jsonl"
-
-
 class SampleFile:
     """Open for appending inside `with`."""
 
@@ -95,5 +90,5 @@ class SampleFile:
         self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
