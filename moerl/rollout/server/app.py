@@ -43,7 +43,7 @@ def build_app(state: ServerState, limits: Limits) -> Starlette:
     for verb in wire.VERBS.values():
         handler = _handler(verb, getattr(state, verb.name), PUSH_BYTES if verb.is_of_push else limits.body_bytes)
         routes.append(Route(verb.path, handler, methods=[verb.http]))
-    handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in _STATUSES.items()}
+    handlers: dict[Any, Any] = dict.fromkeys(_STATUSES, _refuse)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -95,8 +95,7 @@ async def _content(state: ServerState, limits: Limits, request: GenerateRequest)
         completion = await state.generate(request.prompt_ids, request.sampling, request.request_id)
         return 200, wire.dump_completion(completion)
     except Exception as error:
-        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-        return status, _error_body(error, status)
+        return _refusal(error)
 
 
 def _handler(verb: wire.Verb, call: Callable[..., Awaitable[Any]], max_bytes: int) -> Handler:
@@ -130,14 +129,14 @@ async def _body(request: HTTPRequest, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _error_handler(status: int) -> Callable[[HTTPRequest, Exception], Awaitable[Response]]:
-    async def handle(request: HTTPRequest, error: Exception) -> Response:
-        headers = {"connection": "close"} if isinstance(error, TooLarge) else None
-        return Response(_error_body(error, status), status_code=status, headers=headers, media_type="application/json")
-
-    return handle
+async def _refuse(request: HTTPRequest, error: Exception) -> Response:
+    status, content = _refusal(error)
+    headers = {"connection": "close"} if isinstance(error, TooLarge) else None
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
 
 
-def _error_body(error: Exception, status: int) -> bytes:
-    is_known = status < 500 or status == wire.UNAVAILABLE
-    return wire.ERROR.dump_json(wire.ErrorBody(error=str(error) if is_known else f"{type(error).__name__}: {error}"))
+def _refusal(error: Exception) -> tuple[int, bytes]:
+    """Status and content of the answer."""
+    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    said = f"{type(error).__name__}: {error}" if status == 500 else str(error)
+    return status, wire.ERROR.dump_json(wire.ErrorBody(error=said))
