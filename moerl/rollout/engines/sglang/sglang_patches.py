@@ -38,9 +38,11 @@ def prepare(*, records_routes: bool) -> None:
     Scheduler.pause_generation = pause_generation
     Scheduler.record_weight_version_change = record_weight_version_change
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
-    deepseek_weight_loader.should_async_load = _in_this_thread
+    deepseek_weight_loader.should_async_load = lambda weight: False  # InstalledBytes notes the copies of its own thread
     if records_routes:
-        topk._can_bypass_trtllm_routing = _chooses_experts
+        # SGLang's kernels for Blackwell (flashinfer_trtllm, its own choice there) would choose experts by themselves, and its record of
+        # routes be zeros. They take experts that were chosen before as well.
+        topk._can_bypass_trtllm_routing = lambda config: False
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
 
 
@@ -58,17 +60,6 @@ def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if info.sampling_seed is None and None not in seeds:
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
-
-
-def _in_this_thread(weight: torch.Tensor) -> bool:
-    """InstalledBytes notes the copies of its own thread."""
-    return False
-
-
-def _chooses_experts(config: Any) -> bool:
-    """SGLang's kernels for Blackwell (flashinfer_trtllm, its own choice there) would choose experts by themselves, and its record of routes
-    be zeros. They take experts that were chosen before as well."""
-    return False
 
 
 def _has_no_body(record: logging.LogRecord) -> bool:
