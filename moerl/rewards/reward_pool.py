@@ -61,9 +61,10 @@ class RewardPool:
         self._tell_isolation()
         try:
             # Waiting for all of them leaves no start under way that `close` would miss.
-            outcomes = await asyncio.gather(*(slot.start() for slot in self._slots), return_exceptions=True)
-            for error in filter(None, outcomes):
-                raise error
+            starts = [slot.start_worker(level) for slot in self._slots for level in self._levels]
+            for outcome in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
         except BaseException:
             await self.close()
             raise

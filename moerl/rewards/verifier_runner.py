@@ -75,13 +75,6 @@ class VerifierRunner:
         self.workers: dict[Isolation, WorkerProcess] = {}
         self._config, self._levels, self._memory_bytes = config, levels, memory_bytes
 
-    async def start(self) -> None:
-        """Raises ConfigError, see RewardPool.start."""
-        # Waiting for all of them leaves no start under way that `close` would miss.
-        for error in await asyncio.gather(*map(self._start_worker, self._levels), return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
-
     async def close(self) -> None:
         await asyncio.gather(*map(self._kill, list(self.workers)))
 
@@ -125,7 +118,7 @@ class VerifierRunner:
         for asked in turn:
             asked.term = terms[0]
         try:
-            worker = self.workers.get(level) or await self._start_worker(level)
+            worker = self.workers.get(level) or await self.start_worker(level)
             async with self._within_deadline(turn[0]):  # a worker that reads nothing more would never be found out
                 numbers = await worker.ask([asked.body for asked in turn])
             for asked, number in zip(turn, numbers, strict=True):
@@ -175,7 +168,7 @@ class VerifierRunner:
         asked.has_lost_worker = True  # killed from outside, perhaps: then another one lives
         return None
 
-    async def _start_worker(self, level: Isolation, *, is_second: bool = False) -> WorkerProcess:
+    async def start_worker(self, level: Isolation, *, is_second: bool = False) -> WorkerProcess:
         """Raises ConfigError with the reason if there is none within START_SECONDS. One that is killed as it starts is started again."""
         terms, refusal = self._levels[level], {}
         try:
@@ -187,7 +180,7 @@ class VerifierRunner:
         except (OSError, TimeoutError, ForgedAnswer) as error:
             was_killed = await self._kill(level) == -signal.SIGKILL and isinstance(error, ConnectionError) and not refusal
             if was_killed and not is_second:
-                return await self._start_worker(level, is_second=True)
+                return await self.start_worker(level, is_second=True)
             name = refusal.get("term", next(iter(terms)))
             reason = "it was killed by signal 9 as it started, twice" if was_killed else str(error)
             found = ConfigError([_problem(name, self._config.terms[name], reason if reason else f"not ready after {START_SECONDS:g} s")])
