@@ -145,7 +145,7 @@ class PromptSource:
     @staticmethod
     def _with_answer(row: Row, shown: str) -> Row:
         *before, last = row.messages
-        text = shown.replace("{answer}", answer_of(row.extra_info, row.ground_truth))
+        text = shown.replace("{answer}", demonstration(row))
         return replace(row, messages=(*before, {**last, "content": last["content"] + text}))
 
     def _render(self, row: Row) -> str:
@@ -177,12 +177,8 @@ def _template_problems(values: Mapping[str, Any], template: str | None) -> Itera
         yield problem(f"data.chat_template_kwargs.{name}", values[name], "is not read by the model's chat template", reason, fix)
 
 
-def demonstration(prompt: Prompt) -> str:
-    """The response a supervised warm start learns."""
-    return answer_of(prompt.extra_info, prompt.ground_truth)
-
-
-def answer_of(extra_info: Mapping[str, Any], ground_truth: str) -> str:
-    """extra_info["answer"], as verl's converters store it, or else the ground truth."""
-    answer = extra_info.get("answer")
-    return answer if isinstance(answer, str) else ground_truth
+def demonstration(asked: Prompt | Row) -> str:
+    """extra_info["answer"], as verl's converters store it, or else the ground truth: what a supervised warm start learns, and distillation
+    shows."""
+    answer = asked.extra_info.get("answer")
+    return answer if isinstance(answer, str) else asked.ground_truth
