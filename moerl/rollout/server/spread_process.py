@@ -46,7 +46,7 @@ class SpreadProcess:
             for rank, (node, log) in enumerate(zip(nodes, self._logs, strict=True))
         ]
         self._start_seconds, self._port = start_seconds, port
-        self._arrived = [asyncio.Event() for _ in nodes]
+        self._arrived: list[asyncio.Event] = []
         self._end: asyncio.Task[EngineError] | None = None
         self._failure: EngineError | None = None
 
@@ -71,8 +71,15 @@ class SpreadProcess:
         """The port it serves on. EngineError if a process ends first or reports an error, or if not all is ready after start_seconds; all
         of them are gone then."""
         self._failure = EngineError(f"{self.label}: its start was broken off")
+        self._arrived = [asyncio.Event() for _ in self._processes]
         try:
-            port = await self._start()
+            async with asyncio.timeout(self._start_seconds):
+                meeting = self._port if self._port else await self._processes[0].free_ports(NUM_PORTS)
+                self._end = asyncio.create_task(self._first_end(meeting))
+                port = await self._until_ready(self._end)
+        except TimeoutError as error:
+            self._failure = EngineError(self._late())
+            raise self._failure from error
         except EngineError as error:
             self._failure = error
             raise
@@ -98,16 +105,6 @@ class SpreadProcess:
             self._end.cancel()
             await asyncio.gather(self._end, return_exceptions=True)
         await asyncio.gather(*(process.close() for process in self._processes))
-
-    async def _start(self) -> int:
-        self._arrived = [asyncio.Event() for _ in self._processes]
-        try:
-            async with asyncio.timeout(self._start_seconds):
-                meeting = self._port if self._port else await self._processes[0].free_ports(NUM_PORTS)
-                self._end = asyncio.create_task(self._first_end(meeting))
-                return await self._until_ready(self._end)
-        except TimeoutError as error:
-            raise EngineError(self._late()) from error
 
     async def _until_ready(self, end: "asyncio.Task[EngineError]") -> int:
         ready = asyncio.create_task(self._ready())
