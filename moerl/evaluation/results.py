@@ -1,4 +1,4 @@
-"""The files of an evaluation beside its samples (samples.py): results.json, and of which checkpoint and settings they are. Its table."""
+"""The files of an evaluation beside its samples (evaluator.py): results.json, and of which checkpoint and settings they are. Its table."""
 
 import json
 import os

@@ -15,10 +15,9 @@ from moerl.config.load import load
 from moerl.config.rules.run_rules import eval_problems
 from moerl.config.schema.data_config import _DataBase
 from moerl.config.schema.model_config import ScratchModel
-from moerl.evaluation.evaluator import evaluation_prompts
+from moerl.evaluation.evaluator import evaluation_prompts, num_alike, record_of
 from moerl.evaluation.request import kind_of
 from moerl.evaluation.results import keep_samples_of
-from moerl.evaluation.samples import num_alike, record_of
 from moerl.rewards.reward_rules import source_files
 from moerl.run import evaluate
 from moerl.scratch_model import write_scratch_model
