@@ -81,8 +81,8 @@ class HTTPEngine:
     @property
     def url(self) -> str:
         """Address of a server that was started."""
-        scheme = "http" if self.authority is None else "https"
-        return f"{scheme}://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
+        scheme, host = "http" if self.authority is None else "https", f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.name.rpartition(':')[2]}"
 
     @property
     def watched(self) -> tuple[WatchedProcess, ...]:
@@ -277,7 +277,3 @@ def _parse(name: str, parse: Callable[[bytes | bytearray], T], content: bytes | 
 
 def _unsound(name: str, content: bytes | bytearray, error: ValueError | str, status: str = "") -> EngineUnsound:
     return EngineUnsound(f"{name}: answered {bytes(content[:200])!r}{status}; is rollout.python of the same moerl?\n{error}")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -5,7 +5,7 @@ message, a status and a length, little-endian, and as many bytes: with status 20
 """
 
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -118,14 +118,10 @@ class Frames:
 
     def __init__(self, bounds: Sequence[int]):
         """`bounds`: bytes of the answer to each request, at most."""
-        self._bounds, self._left = bounds, set(range(len(bounds)))
+        self._bounds, self.missing = bounds, set(range(len(bounds)))
+        """Places of those that have not come."""
         self._head, self._content = bytearray(), bytearray()
         self._length = 0  # of the content
-
-    @property
-    def missing(self) -> Collection[int]:
-        """Places of those that have not come."""
-        return self._left
 
     @property
     def unread(self) -> bytes:
@@ -151,7 +147,7 @@ class Frames:
     def _announced(self) -> int:
         """Bytes of the content, by its head."""
         place, _, length = _FRAME.unpack(self._head)
-        if place not in self._left:
+        if place not in self.missing:
             raise ValueError(f"an answer to request {place}, which waits for none")
         if length > self._bounds[place]:
             raise ValueError(f"an answer of {length} bytes, more than the {self._bounds[place]} that this request can have")
@@ -160,5 +156,5 @@ class Frames:
     def _taken(self) -> tuple[int, int, bytearray]:
         place, status, _ = _FRAME.unpack(self._head)
         content, self._head, self._content = self._content, bytearray(), bytearray()
-        self._left.remove(place)
+        self.missing.remove(place)
         return place, status, content

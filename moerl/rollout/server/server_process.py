@@ -112,7 +112,8 @@ class ServerProcess:
         """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
         assert self._process is not None
         code = await self._process.wait()
-        ended = EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        how = f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"
+        ended = EngineUnavailable(f"{self.label}: the server ended {how}\n{self._log_tail()}")
         if code < 0:
             ended.exit_code = ExitCode.KILLED
         return ended.began_in(Origin(who=f"rollout server {self.label}", node=socket.gethostname(), doing="", log=str(self._log_path)))
@@ -187,7 +188,3 @@ async def _start(
     assert process.stdin is not None
     process.stdin.write(stdin_begins)
     return process
-
-
-def _describe_exit(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"

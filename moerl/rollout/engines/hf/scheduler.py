@@ -285,15 +285,12 @@ class Scheduler:
     def _remove(self, request: SlotRequest) -> None:
         del self._requests[request.key]
         self._waiting.pop(request.key, None)
-        if request.prefill is not None:
-            self._leave(request.prefill, request)
+        if (prefill := request.prefill) is not None:
+            if prefill.requests[0] is request:
+                prefill.num_done, prefill.routes = 0, []  # what was computed goes with the slot
+            prefill.requests.remove(request)
+            if not prefill.requests:
+                self._prefills.remove(prefill)
         if request.slot >= 0:
             self._decoding.pop(request.slot, None)
             heapq.heappush(self._free, request.slot)
-
-    def _leave(self, prefill: Prefill, request: SlotRequest) -> None:
-        if prefill.requests[0] is request:
-            prefill.num_done, prefill.routes = 0, []  # what was computed goes with the slot
-        prefill.requests.remove(request)
-        if not prefill.requests:
-            self._prefills.remove(prefill)
