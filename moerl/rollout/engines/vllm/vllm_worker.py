@@ -1,7 +1,8 @@
 """Process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import LoadWeights, memory_of, with_draft
 from moerl.rollout.engines.process_push import run_step
-from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling, vllm_weight_memory
+from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
@@ -41,6 +42,9 @@ BACKEND = "moerl"
 
 _STACKS_OF_EXPERTS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 """gpt-oss's."""
+
+_ABSORBED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
+"""Matrices of latent attention, which vLLM computes of `kv_b_proj` at the end of every reload (layers/attention/mla_attention.py)."""
 
 
 class WorkerExtension:
@@ -60,9 +64,9 @@ class WorkerExtension:
     def before_sleep(self, drafts_come: bool) -> None:
         """Weights are about to be dropped; the drafting layer's only if the push brings them."""
         draft = self.get_draft_model() if drafts_come else None
-        sent = list(vllm_weight_memory.sent(filter(None, (self.get_model(), draft))))
+        sent = list(sent_tensors(filter(None, (self.get_model(), draft))))
         has_gpu = torch.cuda.is_available()
-        self._away = UnsentTensors(vllm_weight_memory.in_weights_memory(live_tensors()), sent) if has_gpu else DroppedWeights(sent)
+        self._away = UnsentTensors(in_weights_memory(live_tensors()), sent) if has_gpu else DroppedWeights(sent)
 
     def after_sleep(self) -> None:
         """Their memory is there again."""
@@ -289,3 +293,33 @@ def through_loaders(model: Any) -> LoadWeights:
                 load([(name, tensor)])
 
     return load_weights
+
+
+# -- vLLM's sleep (0.32): tensors that a push brings, and those in the memory that goes with the weights ------------------
+
+
+def sent_tensors(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Tensors that hold what a push brought. Of a layer that checkpoints have a tensor of, a reload writes every parameter."""
+    for model in models:
+        for layer in model.modules():
+            loaded, _ = get_layerwise_info(layer).restore_metadata
+            if any(_is_sent(*each) for each in loaded.items()):
+                yield from (each for name, each in layer._parameters.items() if each is not None and _is_sent(name, each))
+            yield from (each for name in _ABSORBED if isinstance(each := getattr(layer, name, None), torch.Tensor))
+
+
+def _is_sent(name: str, parameter: torch.Tensor) -> bool:
+    return name not in SKIP_LOAD_TENSORS and not isinstance(parameter, KVCacheScaleParameter)
+
+
+def in_weights_memory(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Those of `tensors` that sleep takes with the weights."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    found = CuMemAllocator.get_instance().pointer_to_data
+    spans = sorted((start, start + data.handle[1]) for start, data in found.items() if data.tag == "weights")
+    for each in tensors:
+        at = memory_of(each)
+        before = bisect(spans, (at, float("inf"))) - 1
+        if before >= 0 and at < spans[before][1]:
+            yield each
