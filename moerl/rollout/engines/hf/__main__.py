@@ -34,11 +34,12 @@ from moerl.weights.weight_session import WeightSession
 
 def main() -> None:
     options = _parse_options()
+    version = 0 if options.load == "checkpoint" else None
     ready = private_stdout()
     disable_progress_bar()
     torch.set_num_threads(1)
     with running(ready) as secret:
-        asyncio.run(serve(options, ready, secret, partial(_start, options), version=_version(options)))
+        asyncio.run(serve(options, ready, secret, partial(_start, options, version), version=version))
 
 
 def _parse_options() -> argparse.Namespace:
@@ -50,11 +51,7 @@ def _parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _version(options: argparse.Namespace) -> int | None:
-    return 0 if options.load == "checkpoint" else None
-
-
-def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
+def _start(options: argparse.Namespace, version: int | None) -> tuple[HFCore, Limits]:
     model = load_model(
         options.model,
         dtype=getattr(torch, options.dtype),
@@ -72,7 +69,7 @@ def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
     views = checkpoint_views(model)
     session = _session(views, takes_fp8=options.fp8_weights)
     scheduler = Scheduler(forward, max_context=options.max_context)
-    core = HFCore(scheduler, session, views.values(), version=_version(options))
+    core = HFCore(scheduler, session, views.values(), version=version)
     return core, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes, has_sets=True)
 
 

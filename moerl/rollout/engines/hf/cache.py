@@ -26,7 +26,7 @@ COLUMN_MULTIPLE = 16
 class Rows:
     """Tensors that one forward pass reads and writes. B rows, C tokens each."""
 
-    slots: torch.Tensor | None  # int64 [B]; None: row i is slot i, of all slots
+    slots: torch.Tensor  # int64 [B]; the cache's `all_slots` itself where row i is slot i
     write_at: torch.Tensor  # int64 [B, C]
     kv_length: int
     """Columns that some row reads."""
@@ -49,27 +49,22 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.keys, self.values = (torch.zeros((*shape, head_dim), dtype=dtype) for head_dim in head_dims)
         self.index_keys = torch.zeros((shape[0], shape[2], index_dim), dtype=dtype)
-        self.all_slots = torch.arange(shape[0])
         self.cache = cache
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [B, kv_heads, C, head_dim] at the pass's rows; returns [B, kv_heads, kv_length, head_dim] of both."""
         rows = self.cache.rows
-        assert rows is not None, "the pass has not named its rows"
-        slots = self.all_slots if rows.slots is None else rows.slots
-        self.keys[slots[:, None], :, rows.write_at] = key_states.transpose(1, 2)
-        self.values[slots[:, None], :, rows.write_at] = value_states.transpose(1, 2)
+        self.keys[rows.slots[:, None], :, rows.write_at] = key_states.transpose(1, 2)
+        self.values[rows.slots[:, None], :, rows.write_at] = value_states.transpose(1, 2)
         keys, values = self.keys[:, :, : rows.kv_length], self.values[:, :, : rows.kv_length]
-        return (keys, values) if rows.slots is None else (keys[rows.slots], values[rows.slots])
+        return (keys, values) if rows.slots is self.cache.all_slots else (keys[rows.slots], values[rows.slots])
 
     def update_indexer(self, index_keys: torch.Tensor) -> torch.Tensor:
         """Store [B, C, index_dim] at the pass's rows; returns [B, kv_length, index_dim]."""
         rows = self.cache.rows
-        assert rows is not None, "the pass has not named its rows"
-        slots = self.all_slots if rows.slots is None else rows.slots
-        self.index_keys[slots[:, None], rows.write_at] = index_keys
-        return self.index_keys[slots, : rows.kv_length]
+        self.index_keys[rows.slots[:, None], rows.write_at] = index_keys
+        return self.index_keys[rows.slots, : rows.kv_length]
 
     def clear(self, slots: torch.Tensor) -> None:
         for held in (self.keys, self.values, self.index_keys):
@@ -99,13 +94,12 @@ class SlotLayer(CacheLayerMixin):
 class DeltaLayer:
     """Memory of a gated delta net (delta_net.py), whose size does not grow with positions."""
 
-    def __init__(self, config: PretrainedConfig, num_slots: int, dtype: torch.dtype, cache: "SlotCache"):
+    def __init__(self, config: PretrainedConfig, num_slots: int, dtype: torch.dtype):
         keys, values = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads
         channels = 2 * keys + values * config.linear_value_head_dim
         self.inputs = torch.zeros((num_slots, channels, config.linear_conv_kernel_dim - 1), dtype=dtype)
         """The last ones of the convolution."""
         self.state = torch.zeros((num_slots, values, config.linear_key_head_dim, config.linear_value_head_dim))
-        self.cache = cache
 
     def clear(self, slots: torch.Tensor) -> None:
         self.inputs[slots] = 0
@@ -119,15 +113,17 @@ class DeltaLayer:
 class SlotCache(Cache):
     """Cache that transformers models write to and read from, as their `past_key_values`."""
 
+    rows: Rows
+    """Those of the pass under way."""
+
     def __init__(self, config: PretrainedConfig, *, num_slots: int, max_context: int, dtype: torch.dtype):
         self.scratch_column = -(-max_context // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         kv_heads, head_dims = _cached_heads(config)
         shape = (num_slots, kv_heads, self.scratch_column + 1)
-        self.rows: Rows | None = None
-        self.num_slots = num_slots
+        self.num_slots, self.all_slots = num_slots, torch.arange(num_slots)
         index_dim, kinds = getattr(config, "index_head_dim", 0), getattr(config, "layer_types", None) or ()
         layers = [
-            DeltaLayer(config, num_slots, dtype, self)
+            DeltaLayer(config, num_slots, dtype)
             if layer < len(kinds) and kinds[layer] == LINEAR
             else SlotLayer(shape, head_dims, index_dim, dtype, self)
             for layer in range(config.num_hidden_layers)

@@ -24,13 +24,11 @@ def run_over_slots(model: PreTrainedModel) -> None:
 def _forward(module: Any, hidden_states: Tensor, cache_params: SlotCache, **_: Any) -> Tensor:
     """[B, C, hidden] -> [B, C, hidden]. The tokens of a row that somebody owns come first."""
     layer, rows = cache_params.layers[module.layer_idx], cache_params.rows
-    assert rows is not None, "the pass has not named its rows"
-    slots = torch.arange(cache_params.num_slots) if rows.slots is None else rows.slots
     used = rows.write_at != cache_params.scratch_column  # [B, C]
     ordered = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states))
     query, key, value, gate, strength, decay = ordered
     mixed = torch.cat([each.flatten(2) for each in (query, key, value)], dim=-1)
-    mixed = _convolve(module, mixed.transpose(1, 2), layer, slots, used).transpose(1, 2)
+    mixed = _convolve(module, mixed.transpose(1, 2), layer, rows.slots, used).transpose(1, 2)
     parts = zip(mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1), (query, key, value), strict=True)
     query, key, value = (part.reshape(like.shape) for part, like in parts)
     repeats = module.num_v_heads // module.num_k_heads
@@ -42,12 +40,12 @@ def _forward(module: Any, hidden_states: Tensor, cache_params: SlotCache, **_: A
         value,
         g=logs * used[..., None],
         beta=strength.sigmoid() * used[..., None],
-        initial_state=layer.state[slots],
+        initial_state=layer.state[rows.slots],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
     owned = used[:, 0]
-    layer.state[slots[owned]] = state[owned].float()
+    layer.state[rows.slots[owned]] = state[owned].float()
     return module.out_proj(module.norm(out.flatten(0, 2), gate.flatten(0, 2)).reshape(*hidden_states.shape[:2], -1))
 
 

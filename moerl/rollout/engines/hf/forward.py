@@ -140,7 +140,8 @@ class Forward:
         write_at = torch.from_numpy(np.where(used, positions, self.cache.scratch_column))
         position_ids = torch.from_numpy(positions)
         self._pass_tokens.is_used = None if used.all() else used.ravel()
-        self.cache.rows = Rows(slots=None if slots is None else torch.from_numpy(slots), write_at=write_at, kv_length=kv_length)
+        row_slots = self.cache.all_slots if slots is None else torch.from_numpy(slots)
+        self.cache.rows = Rows(slots=row_slots, write_at=write_at, kv_length=kv_length)
         return self._body(
             input_ids=torch.from_numpy(ids),
             position_ids=position_ids,
