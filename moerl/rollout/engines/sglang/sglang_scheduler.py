@@ -108,14 +108,6 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
 
 
-def _loader(model: torch.nn.Module, draft: torch.nn.Module | None, num_layers: int) -> LoadWeights:
-    """Loader of the model, and of the one that drafts: its are the layers after the model's last."""
-    load = _with_parts_of_fused(model)
-    if draft is None:
-        return load
-    return with_draft(load, _with_parts_of_fused(draft, (f"model.layers.{num_layers}.", "model.decoder.")), num_layers)
-
-
 def _with_parts_of_fused(model: Any, renamed: tuple[str, str] = ("", "")) -> LoadWeights:
     """The model's loader. Latent attention has one parameter for two tensors, which SGLang loads only when both come in one call.
     `renamed`: how names of the checkpoint begin, and those of the model's parameters instead."""
@@ -154,7 +146,11 @@ class _Model:
         self._ties = bool(config.tie_word_embeddings)
         specs = specs_of(scheduler.server_args, runner.dtype)
         known = specs | ({_OUTPUT: replace(specs[_EMBEDDING], name=_OUTPUT)} if self._has_copy(_EMBEDDING) else {})
-        self.installed = InstalledBytes(_loader(runner.model, draft, config.num_hidden_layers), known)
+        load, num_layers = _with_parts_of_fused(runner.model), config.num_hidden_layers
+        if draft is not None:
+            load_draft = _with_parts_of_fused(draft, (f"model.layers.{num_layers}.", "model.decoder."))
+            load = with_draft(load, load_draft, num_layers)
+        self.installed = InstalledBytes(load, known)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
         self._device = next(runner.model.parameters()).device
