@@ -51,22 +51,18 @@ def node_arguments(layout: ServerLayout) -> dict[str, Any]:
     return {"device_ids": ",".join(map(str, range(layout.gpus_per_node)))}
 
 
-def sleep_instead_of_spinning() -> None:
-    """Patch of vLLM's own processes where there is no GPU: they wait for each other's messages in loops of sched_yield. Two that did so on
-    two cores kept the server's process from answering, /health also, for as long as a request ran (Linux 6.18)."""
-    if not torch.cuda.is_available():
-        from vllm.distributed.device_communicators import shm_broadcast
+def patch_processes() -> None:
+    """Patches of vLLM's own processes where there is no GPU.
 
-        shm_broadcast.sched_yield = lambda: time.sleep(_POLL_SECONDS)
-
-
-def unlink_shared_memory() -> None:
-    """Patch of vLLM's own processes where there is no GPU: segments by which tensor-parallel workers exchange tensors lose their names once
-    all of them have opened them. vLLM does so as a worker ends by itself, and kill -9 left 4 MB of each in /dev/shm."""
+    They wait for each other's messages in loops of sched_yield. Two that did so on two cores kept the server's process from answering,
+    /health also, for as long as a request ran (Linux 6.18): they sleep. And segments by which tensor-parallel workers exchange tensors lose
+    their names once all of them have opened them: vLLM does so as a worker ends by itself, and kill -9 left 4 MB of each in /dev/shm.
+    """
     if torch.cuda.is_available():
         return
-    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.distributed.device_communicators import cpu_communicator, shm_broadcast
 
+    shm_broadcast.sched_yield = lambda: time.sleep(_POLL_SECONDS)
     shared: Any = cpu_communicator._CPUSHMDistributed
     init = shared._init_cpu_shm
 

@@ -22,8 +22,7 @@ from moerl.rollout.engines.vllm.follower import follow
 from moerl.rollout.engines.vllm.vllm_core import find_problems, start
 
 if __name__ == "__mp_main__":
-    vllm_cpu.sleep_instead_of_spinning()
-    vllm_cpu.unlink_shared_memory()
+    vllm_cpu.patch_processes()
 
 if __name__ == "__main__":
     main("vllm", find_problems=find_problems, start=start, follow=follow)
