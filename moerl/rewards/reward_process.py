@@ -51,20 +51,18 @@ class WorkerProcess:
         """The caller's thread must last as long as the worker: the kernel takes its end for the driver's."""
         (requests, theirs_in), (answers, theirs_out) = socket.socketpair(), socket.socketpair()
         own = tempfile.mkdtemp(prefix="moerl-reward-")
-        try:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds, and a thread of a pool may end too early
-                [sys.executable, "-c", _BOOT, *sys.path, isolation, own, str(os.getpid())],
-                stdin=theirs_in.fileno(), stdout=theirs_out.fileno(), env=_environment(isolation, own),
-                start_new_session=True,  # Ctrl-C is for the driver
-            )  # fmt: skip
-        except OSError:
-            requests.close()
-            answers.close()
-            shutil.rmtree(own)
-            raise
-        finally:
-            theirs_in.close()
-            theirs_out.close()
+        with theirs_in, theirs_out:
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds, and a thread of a pool may end too early
+                    [sys.executable, "-c", _BOOT, *sys.path, isolation, own, str(os.getpid())],
+                    stdin=theirs_in.fileno(), stdout=theirs_out.fileno(), env=_environment(isolation, own),
+                    start_new_session=True,  # Ctrl-C is for the driver
+                )  # fmt: skip
+            except OSError:
+                requests.close()
+                answers.close()
+                shutil.rmtree(own)
+                raise
         return cls(process, AnswerChannel(requests, answers), isolation, own)
 
     @property
