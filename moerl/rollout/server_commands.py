@@ -51,8 +51,8 @@ def _native_options(config: RunConfig, index: int, *, node_rank: int, head: str)
     own = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if index < num_shared(config):
         own.append("--shares-gpus")
-    if layout != ServerLayout():
-        own += ["--layout", json.dumps(given(layout))]
+    if given := {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}:
+        own += ["--layout", json.dumps(given)]
     if layout.nodes > 1:
         own += ["--node-rank", str(node_rank), "--head", head]
     if routes_to_replay(config) is not None:
@@ -65,11 +65,6 @@ def _native_options(config: RunConfig, index: int, *, node_rank: int, head: str)
 def port_of(rollout: RolloutConfig, index: int) -> int:
     """0: the server chooses."""
     return rollout.port + index if rollout.port else 0
-
-
-def given(layout: ServerLayout) -> dict[str, Any]:
-    """Its fields that are not the defaults."""
-    return {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}
 
 
 _ANY_PORT = 25000
