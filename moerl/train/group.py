@@ -33,7 +33,7 @@ from moerl.weights.sync import WeightSource
 
 
 class TrainGroup(Protocol):
-    """Trainer as the loop needs it. Implementations: MegatronTrainGroup, FakeTrainGroup."""
+    """Trainer as the loop needs it. Implementations: MegatronTrainGroup, and tests' FakeTrainGroup."""
 
     async def start(self) -> None:
         """It starts awake."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fake_group import FakeTrainGroup
+
 from moerl import loop
 from moerl.algorithms.algorithm import build_algorithm
 from moerl.config.algorithm_settings import algorithm
@@ -32,7 +34,6 @@ from moerl.rollout.server.limits import Limits
 from moerl.run_stop import Stop
 from moerl.scratch_model import character_tokenizer
 from moerl.server_trust import ServerTrust
-from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.groups import Group, Prompt, Score
 from moerl.types.push import TensorSpec
 from moerl.types.routes import RouteShape

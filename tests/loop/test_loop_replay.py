@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_group import FakeTrainGroup
 from in_process_run import make_config, new_engine, play
 
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.rollout.engines.fake_engine import FakeEngine
-from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.errors import GuardError, MoerlError
 
 

@@ -5,11 +5,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from fake_group import FakeTrainGroup
 from in_process_run import InProcessRun, make_config, play
 
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.checkpoint import checkpoint_dirs
-from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.errors import CheckpointError, DataError
 
 GRPO, DAPO = algorithm("grpo"), algorithm("dapo", "overlong=none", "max_attempts=50")

@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 from awake import awake
+from fake_group import FakeTrainGroup
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.algorithms.mini_batch_loss import SUPERVISED
 from moerl.train.batching.build_batch import sft_batch
-from moerl.train.fake_group import FakeTrainGroup
 from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Bytes, Call, MemoryStates, Offload
 from moerl.types.errors import ResidencyError
 from moerl.types.push import TensorSpec

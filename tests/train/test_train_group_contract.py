@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from awake import awake
 from engine_cases import random_batch, settings
+from fake_group import FakeTrainGroup
 from hf_trainer import HFTrainGroup
 
 from moerl.algorithms.mini_batch_loss import loss_of
@@ -21,7 +22,6 @@ from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.train.fake_group import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ResidencyError, WeightError
 from moerl.types.push import TensorSpec
