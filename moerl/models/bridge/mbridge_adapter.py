@@ -5,71 +5,32 @@ the group limit of DeepSeek's router (n_group, topk_group).
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 import megatron_patches
-from moerl.models.bridge.adapter_names import AdapterNames
-from moerl.models.bridge.rank_tensors import Groups
-from moerl.models.families.parts.family import Family
+from moerl.models.bridge.adapter_bridge import AdapterBridge
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import Sizes
 
 
-class MBridge:
-    def __init__(
-        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
-    ):
-        """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `Bridge`."""
-        self._chunks, self._tied, self._source = list(chunks), tied, source
-        self._bridge = self._build(sizes, dtype)
-        self._names = AdapterNames(self._find_names(), family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return self._names.tensors()
-
+class MBridge(AdapterBridge):
     def load(self, checkpoint: HFCheckpoint) -> None:
         """A collective: tensor-parallel rank 0 reads and scatters."""
-        self._names.check(checkpoint)
+        self._check(checkpoint)
         with torch.no_grad():
             self._bridge.load_weights(self._chunks, str(self._source), memory_efficient=True)
 
-    def names(self, *, with_mtp: bool = True) -> list[str]:
-        return self._names.all(with_mtp=with_mtp)
+    def _whole(self) -> Iterable[tuple[str, Tensor]]:
+        return self._bridge.export_weights(self._chunks)
 
-    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        return self._names.dtype(name, model_dtype)
-
-    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """mbridge gathers on every rank, not on rank 0 alone. Layers of multi-token prediction keep the checkpoint's dtype."""
-        return self._names.export(self._bridge.export_weights(self._chunks), dtype, with_mtp=with_mtp)
-
-    def owned(self) -> None:
-        """mbridge gathers every tensor on every rank, and tells no owner."""
-
-    def _build(self, sizes: Sizes, dtype: torch.dtype) -> Any:
-        mbridge = importlib.import_module("mbridge")
-        megatron_patches.activate()  # again: those of mbridge are needed only now
-        bridge = mbridge.AutoBridge.from_pretrained(str(self._source), dtype=dtype)
-        bridge.config = self._chunks[0].config
-        if getattr(bridge.hf_config, "head_dim", None) is None:  # transformers 5 has the field without a value, where 4 had no field
-            bridge.hf_config.head_dim = sizes.head_dim
-        # Its own model provider would set these.
-        bridge.make_vocab_size_divisible_by = bridge.mpu.tp_size
-        bridge.vocab_size, bridge.padded_vocab_size = sizes.vocab_size, sizes.padded_vocab_size
-        # Not what the class has: a tied Qwen model changes it for every later model of the process.
-        output = "model.embed_tokens.weight" if self._tied else "lm_head.weight"
-        bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": output}
-        return bridge
-
-    def _find_names(self) -> list[str]:
+    def _open(self) -> list[str]:
         """In mbridge's order: stage after stage, parameters before buffers, and the same expert of every expert-parallel rank at once."""
+        self._bridge = self._build()
         mine = []
         for chunk in self._chunks:
             names = self._bridge._weight_name_mapping_mcore_local_to_global(chunk, consider_ep=False)
@@ -79,6 +40,21 @@ class MBridge:
         dist.all_gather_object(held, mine, group=parallel_state.get_pipeline_model_parallel_group())
         # Without duplicates: the output layer of a tied model has the embedding's name.
         return list(dict.fromkeys(hf for stage in held for name in stage for hf in self._hf_names(name)))
+
+    def _build(self) -> Any:
+        mbridge = importlib.import_module("mbridge")
+        megatron_patches.activate()  # again: those of mbridge are needed only now
+        bridge = mbridge.AutoBridge.from_pretrained(str(self._source), dtype=self._dtype)
+        bridge.config = self._chunks[0].config
+        if getattr(bridge.hf_config, "head_dim", None) is None:  # transformers 5 has the field without a value, where 4 had no field
+            bridge.hf_config.head_dim = self._sizes.head_dim
+        # Its own model provider would set these.
+        bridge.make_vocab_size_divisible_by = bridge.mpu.tp_size
+        bridge.vocab_size, bridge.padded_vocab_size = self._sizes.vocab_size, self._sizes.padded_vocab_size
+        # Not what the class has: a tied Qwen model changes it for every later model of the process.
+        output = "model.embed_tokens.weight" if self._tied else "lm_head.weight"
+        bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": output}
+        return bridge
 
     def _hf_names(self, name: str) -> list[str]:
         names = [name]

@@ -7,9 +7,8 @@ Its mappings know no padded vocabulary: what they read is padded before, and wha
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,39 +16,34 @@ import torch
 import torch.distributed as dist
 import transformers
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 import megatron_patches
-from moerl.models.bridge.adapter_names import AdapterNames
-from moerl.models.bridge.rank_tensors import Groups
-from moerl.models.families.parts.family import Family
+from moerl.models.bridge.adapter_bridge import AdapterBridge
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import Sizes
 
 _OVER_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-class MegatronBridge:
-    def __init__(
-        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
-    ):
-        """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `Bridge`."""
-        self._chunks, self._sizes, self._tied, self._dtype = list(chunks), sizes, tied, dtype
-        self._bridge, config = _find_bridge(family, source)
-        with HFCheckpoint(source) as checkpoint:
-            self._source = _Source(state=_State(checkpoint.names()), config=config)
-        self._tasks = self._bridge.build_conversion_tasks(self._source, self._chunks)
-        names = [name for task in self._tasks for name in self._hf_names(task.mapping)]
-        self._names = AdapterNames(names, family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
-
-    def tensors(self) -> Iterator[Tensor]:
-        return self._names.tensors()
+class MegatronBridge(AdapterBridge):
+    def _open(self) -> list[str]:
+        config = SimpleNamespace(**json.loads((self._source / "config.json").read_text()))
+        computed_as = self._family.served.computed_as
+        kind = transformers.AutoConfig.for_model(config.model_type if computed_as is None else computed_as)
+        model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+        megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
+        self._bridge = model.get_model_bridge(transformers.AutoModelForCausalLM._model_mapping[type(kind)])
+        self._bridge.hf_config = config
+        with HFCheckpoint(self._source) as checkpoint:
+            self._pretrained = _Source(state=_State(checkpoint.names()), config=config)
+        self._tasks = self._bridge.build_conversion_tasks(self._pretrained, self._chunks)
+        return [name for task in self._tasks for name in self._hf_names(task.mapping)]
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """A collective: every rank reads, tensor-parallel rank 0 scatters."""
-        self._names.check(checkpoint)
+        self._check(checkpoint)
         state = _State(checkpoint.names(), read=lambda name: self._read(checkpoint, name))
-        source = _Source(state=state, config=self._source.config)
+        source = _Source(state=state, config=self._pretrained.config)
         # Not those of export: a mapping that has loaded on its owner would leave out a part of its first exchange with other stages.
         tasks = self._bridge.build_conversion_tasks(source, self._chunks)
         parameters = {(task.vp_stage, task.param_name): task.param_weight for task in tasks}
@@ -59,22 +53,11 @@ class MegatronBridge:
             if self._tied:
                 self._share_embedding()
 
-    def names(self, *, with_mtp: bool = True) -> list[str]:
-        return self._names.all(with_mtp=with_mtp)
-
-    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        return self._names.dtype(name, model_dtype)
-
-    def owned(self) -> None:
-        """Megatron-Bridge gathers every tensor on every rank, and tells no owner."""
-
-    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Megatron-Bridge gathers on every rank, not on rank 0 alone."""
+    def _whole(self) -> Iterable[tuple[str, Tensor]]:
         whole = self._bridge.stream_weights_megatron_to_hf(
-            self._chunks, self._source, cpu=False, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
+            self._chunks, self._pretrained, cpu=False, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
         )
-        cut = ((name, tensor[: self._sizes.vocab_size] if name in _OVER_VOCABULARY else tensor) for name, tensor in whole)
-        return self._names.export(cut, dtype, with_mtp=with_mtp)
+        return ((name, tensor[: self._sizes.vocab_size] if name in _OVER_VOCABULARY else tensor) for name, tensor in whole)
 
     def _read(self, checkpoint: HFCheckpoint, name: str) -> Tensor:
         """In the parameter's dtype, which scattering needs, with as many rows as Megatron pads the vocabulary to."""
@@ -127,16 +110,6 @@ class _Source:
     state: _State
     config: SimpleNamespace
     """config.json, unchanged: transformers 5 would rename what the mappings read."""
-
-
-def _find_bridge(family: Family, source: Path) -> tuple[Any, SimpleNamespace]:
-    config = SimpleNamespace(**json.loads((source / "config.json").read_text()))
-    kind = config.model_type if family.served.computed_as is None else family.served.computed_as
-    model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
-    megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
-    bridge = model.get_model_bridge(transformers.AutoModelForCausalLM._model_mapping[type(transformers.AutoConfig.for_model(kind))])
-    bridge.hf_config = config
-    return bridge, config
 
 
 def _of_rank(name: str, rank: int, num_local: int) -> str:

@@ -1,4 +1,4 @@
-"""Parts that the adapters of other packages' bridges share: names, checks before loading and what is exported beside their own tensors.
+"""A bridge of another package but for what only the package can do: names, checks before loading, what is exported beside its tensors.
 
 A package maps the parameters that are built. Layers of multi-token prediction that are not leave as the native bridge lets them:
 copies of the embedding and the output layer follow the trained tensor, everything else keeps the checkpoint's.
@@ -20,29 +20,31 @@ from moerl.models.shards import Sizes, merge
 from moerl.types.errors import CheckpointError
 
 
-class AdapterNames:
+class AdapterBridge:
+    """Implements WeightBridge but for `load`."""
+
     def __init__(
-        self,
-        own: Sequence[str],
-        family: Family,
-        chunks: Sequence[nn.Module],
-        *,
-        groups: Groups,
-        sizes: Sizes,
-        tied: bool,
-        source: Path,
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
     ):
-        """`own`: the Hugging Face names the package exports, in its order. The other arguments are those of `Bridge`."""
-        self._own, self._family, self._chunks, self._groups, self._sizes = list(own), family, list(chunks), groups, sizes
-        self._tied, self._source = tied, source
+        """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `NativeBridge`."""
+        self._family, self._chunks, self._groups, self._sizes = family, list(chunks), groups, sizes
+        self._tied, self._source, self._dtype = tied, source, dtype
+        self._own = self._open()
         layers = mtp_layers(source, sizes.num_layers)
         self._copies = {rule.hf[0]: copies for rule in family.rules if (copies := copy_names(rule, layers))}
         copied = [name for names in self._copies.values() for name in names]
-        self._kept = sorted({name for names in layers.values() for name in names}.difference(own, copied))
+        self._kept = sorted({name for names in layers.values() for name in names}.difference(self._own, copied))
         self._float32 = tuple(hf.rpartition("}")[2] for rule in family.rules if rule.is_float32 for hf in rule.hf)  # ends of names
 
-    def all(self, *, with_mtp: bool) -> list[str]:
-        """In the order of `export`."""
+    def _open(self) -> list[str]:
+        """Make the package's bridge; returns the Hugging Face names that it exports, in its order."""
+        raise NotImplementedError
+
+    def _whole(self) -> Iterable[tuple[str, Tensor]]:
+        """The package's tensors, whole, on every rank."""
+        raise NotImplementedError
+
+    def names(self, *, with_mtp: bool = True) -> list[str]:
         if not with_mtp:
             return self._own
         return [each for name in self._own for each in (name, *self._copies.get(name, ()))] + self._kept
@@ -50,7 +52,10 @@ class AdapterNames:
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if name.endswith(self._float32) else model_dtype
 
-    def check(self, checkpoint: HFCheckpoint) -> None:
+    def owned(self) -> None:
+        """The packages gather every tensor on every rank, and tell no owner."""
+
+    def _check(self, checkpoint: HFCheckpoint) -> None:
         """Raises CheckpointError for absent tensors, one of another shape on this rank, and a copy that is none."""
         absent = sorted(set(self._own) - set(checkpoint.names()))
         if absent:
@@ -60,16 +65,16 @@ class AdapterNames:
         for item in self._owned():
             group = self._groups.expert_tensor if item.rule.is_expert else self._groups.tensor
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
-            for name, expected in zip(self._hf_names(item), whole, strict=True):
+            names = hf_names(item.rule, item.numbers, num_layers=self._sizes.num_layers, tied=self._tied)
+            for name, expected in zip(names, whole, strict=True):
                 check_shape(name, checkpoint.shape(name), expected)
         for name, copies in self._copies.items():
             check_copies(name, copies, checkpoint)
 
-    def export(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that rank 0 exports, of the package's whole `tensors`, which it yields on every rank, with copies and layers not
-        built."""
+    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The package's tensors, with copies and layers not built, which keep the checkpoint's dtype."""
         remaining = dict.fromkeys(self._own)
-        for name, tensor in tensors:
+        for name, tensor in self._whole():
             if name in remaining and dist.get_rank() == 0:
                 del remaining[name]  # the output layer of a tied model comes as a second embedding
                 exported = tensor.detach().to(self.dtype(name, dtype))
@@ -79,12 +84,8 @@ class AdapterNames:
                 yield from ((name, read_kept(checkpoint, name, dtype)) for name in self._kept)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every parameter and every buffer that is part of the model's state, of this rank."""
         return (item.tensor for item in self._owned())
 
     def _owned(self) -> Iterator[RankParameter]:
         for chunk in self._chunks:
             yield from owned_by(chunk, self._family, expert_rank=self._groups.expert.rank())
-
-    def _hf_names(self, item: RankParameter) -> list[str]:
-        return hf_names(item.rule, item.numbers, num_layers=self._sizes.num_layers, tied=self._tied)
