@@ -1,5 +1,8 @@
 """Weights of tokens by the corrections of `algorithm.corrections` that moerl ships: torch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,18 +11,8 @@ from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
 from moerl.config.schema.correction_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 
 
-def correction_weights(config: TIS | IcePop | Rejection | OffPolicySequenceMask | SequenceMaskTIS, columns: TokenColumns) -> Weights:
-    match config:
-        case TIS():
-            return _tis(config, columns)
-        case IcePop():
-            return _icepop(config, columns)
-        case Rejection():
-            return _rejection(config, columns)
-        case OffPolicySequenceMask():
-            return _opsm(config, columns)
-        case SequenceMaskTIS():
-            return _sequence_mask_tis(config, columns)
+def correction_weights(config: Any, columns: TokenColumns) -> Weights:
+    return _WEIGHTS[type(config)](config, columns)
 
 
 def _exp(log_T: Tensor) -> Tensor:
@@ -75,3 +68,8 @@ def _sequence_mask_tis(config: SequenceMaskTIS, columns: TokenColumns) -> Weight
     mean_T = _exp(columns.means_T(log_rho_T))
     outside_T = (mean_T < config.low) | (mean_T > config.high)
     return Weights(weight_T=torch.where(outside_T, 0.0, _exp(log_rho_T)), is_bounded_T=outside_T)
+
+
+_WEIGHTS: dict[type, Callable[[Any, TokenColumns], Weights]] = {
+    TIS: _tis, IcePop: _icepop, Rejection: _rejection, OffPolicySequenceMask: _opsm, SequenceMaskTIS: _sequence_mask_tis,
+}  # fmt: skip
