@@ -1,6 +1,7 @@
-"""Loss of a mini-batch, as the driver puts it together and the ranks compute it (moerl/train/loss/batch_loss.py)."""
+"""Loss of a mini-batch, as the driver, without torch, puts it together and the ranks compute it (moerl/train/loss/batch_loss.py)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moerl.algorithms.corrections import Correcting, correction_of
 from moerl.algorithms.objectives import Objective, objective_of
@@ -61,3 +62,14 @@ def loss_of(config: AlgorithmConfig) -> Loss:
         drift_penalty=config.drift_penalty,
         needs=config.needs,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLossSettings:
+    """A critic's: max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a token, arXiv:1707.06347's implementation."""
+
+    clip: float | None = None
+    """None: (V - R)^2 / 2."""
+    metric_names: ClassVar[tuple[str, ...]] = ("value", "return", "return_squared", "error_squared", "clipped_values")
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    uses_reference: ClassVar[bool] = False

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.algorithms.algorithm import Algorithm
+from moerl.algorithms.mini_batch_loss import ValueLossSettings
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.cluster.placement import ProcessPlace
 from moerl.companions.companion import Companion, plain
@@ -24,7 +25,6 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import check_finite
 from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.optimizer.learning_rates import learning_rate
 from moerl.types.batch import StoredBatch
 from moerl.types.errors import DataError

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from moerl.algorithms.mini_batch_loss import Loss
+from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.cluster.placement import ProcessPlace, find_placement
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.schema.custom_part import modules_of_files
@@ -22,7 +22,6 @@ from moerl.train.batching.rank_share import shares
 from moerl.train.checkpoint.checkpoint_check import damaged, faults_while_loading, files_of_model, read_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, newest
 from moerl.train.checkpoint.saver import CheckpointSaver
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
 from moerl.types.batch import Batch, StoredBatch

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.mini_batch_loss import Loss
+from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.loss_sums import step_statistics
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.overlap import gather_parameters

@@ -20,7 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.algorithms.mini_batch_loss import Loss
+from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.train.batching.micro_batch_plan import Balance, Bins, MicroBatchPlanner
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack, unpack_scores
 from moerl.train.batching.rank_share import Share
@@ -33,7 +33,6 @@ from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
 from moerl.train.loss.value_loss import value_loss
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.megatron_model import Model, sum_gradients
 from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.router_replay import KeptRoutes

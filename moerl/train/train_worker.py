@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ray
 
-from moerl.algorithms.mini_batch_loss import Loss
+from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
 from moerl.config.schema.run_config import NetworkConfig
@@ -33,7 +33,6 @@ from moerl.hardware.network_settings import find_settings, variables
 from moerl.train.batching.micro_batch_plan import MicroBatchPlanner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.push.push_source import PushOrder, RankPush
 from moerl.train.rank_calls import RankPlace

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from engine_jobs import new_engine
 
+from moerl.algorithms.mini_batch_loss import ValueLossSettings
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import StepStats
 

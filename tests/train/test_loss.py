@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.algorithms.columns import TokenLoss
-from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, loss_of
+from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, ValueLossSettings, loss_of
 from moerl.config.algorithm_settings import algorithm, of_plain
 from moerl.train.batching.micro_batch_plan import plan_micro_batches
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.loss_sums import SUMMED, LossSums, step_statistics
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 
 CONFIGS = {

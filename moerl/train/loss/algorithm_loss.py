@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened_rewards
 from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
-from moerl.algorithms.mini_batch_loss import Loss
+from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of
 from moerl.config.rules.algorithm_rules import custom_problems
@@ -23,7 +23,6 @@ from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_l
 from moerl.train.loss.before_update import corrected, selected
 from moerl.train.loss.loss_sums import LossSums, step_statistics
 from moerl.train.loss.value_loss import value_loss
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import ConfigError
 

@@ -6,10 +6,10 @@ Values stand where log-probs do: that of a token is predicted from the tokens be
 import torch
 from torch import Tensor
 
+from moerl.algorithms.mini_batch_loss import ValueLossSettings
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.batch_loss import Denominators, at_least_float32
 from moerl.train.loss.loss_sums import LossSums
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 
 
 def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLossSettings, denominators: Denominators) -> tuple[Tensor, LossSums]:
