@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import metadata as dcp
 
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.checkpoint import sharded_state
-from moerl.train.checkpoint.checkpoint_dirs import HEAD, FileDigests, WrittenShards
-from moerl.train.checkpoint.checkpoint_head import read_head
-from moerl.train.checkpoint.checkpoint_pickles import check_extra_state
+from moerl.train.checkpoint.checkpoint_dirs import COMMON, HEAD, INDEX, FileDigests, WrittenShards
+from moerl.train.checkpoint.checkpoint_pickles import check_extra_state, index_of, load_object
 from moerl.train.checkpoint.shard_reader import Found, read_shards
 from moerl.train.checkpoint.shard_writer import ShardWriter
 from moerl.train.checkpoint.stored_items import Contents, Need, contents_of, needs_of
@@ -61,13 +61,16 @@ class ShardStore:
         `files`: sizes and digests that they should have. Returns the names of damaged ones, the same on all ranks; the engine is then of
         no use. Raises CheckpointError if something in them is not data (a checkpoint runs nothing) or not of this model."""
         with _as_checkpoint_error(directory):
-            head = read_head(directory, files)
-            index = dcp.Metadata({}, storage_data={}) if head.damaged else head.read_index(files)
+            head, damaged = _read_head(directory, files)
+            index = dcp.Metadata({}, storage_data={}) if damaged else _index(head[INDEX], files)
             shards = {name: entry for name, entry in files.items() if name not in HEAD}
             read = partial(self._read, directory, contents_of(index, shards, dist.get_world_size()), shards)
-            if head.damaged:  # nobody knows what lies where
-                return head.damaged + read([]).damaged
-            return self._load(head.read_common(), read, weights_only=weights_only)
+            if damaged:  # nobody knows what lies where
+                return damaged + read([]).damaged
+            common = load_object(head[COMMON])
+            if not isinstance(common, dict):
+                raise CheckpointError(f"{COMMON} holds {type(common).__name__}, not settings")
+            return self._load(common, read, weights_only=weights_only)
 
     def _load(self, common: dict[str, Any], read: Callable[[Wanted], Found], *, weights_only: bool) -> list[str]:
         is_converted = common.get("weights_only", False)
@@ -125,6 +128,27 @@ class ShardStore:
 
     def _content(self) -> dict[str, Any]:
         return {"layout": asdict(self._train.layout), "dtype": self._train.dtype}
+
+
+def _read_head(directory: Path, files: FileDigests) -> tuple[dict[str, bytes], list[str]]:
+    """Collective: the files that all ranks need before the shards, which rank 0 reads and tells the others, and the names of those that
+    are not as they were written: none of them may then be read. Raises CheckpointError if one is not among `files`."""
+    if absent := [name for name in HEAD if name not in files]:
+        raise CheckpointError(f"it has no {absent[0]}")
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        head = {name: (directory / name).read_bytes() for name in HEAD}
+        told = [(head, [name for name, data in head.items() if (len(data), xxhash.xxh3_128_hexdigest(data)) != files[name]])]
+    dist.broadcast_object_list(told, src=0)
+    found: tuple[dict[str, bytes], list[str]] = told[0]
+    return found
+
+
+def _index(data: bytes, files: FileDigests) -> dcp.Metadata:
+    try:
+        return index_of(data, {name: size for name, (size, _) in files.items()})
+    except CheckpointError as error:
+        raise CheckpointError(f"{INDEX} is not the index of a checkpoint: {error}") from error
 
 
 def _data_alone(state: dict[str, Any]) -> dict[str, Any]:
