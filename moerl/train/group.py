@@ -22,6 +22,7 @@ from moerl.train.batching.rank_share import shares
 from moerl.train.checkpoint.checkpoint_check import damaged, faults_while_loading, files_of_model, read_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, newest
 from moerl.train.checkpoint.saver import CheckpointSaver
+from moerl.train.engine_settings import EngineSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
 from moerl.types.batch import Batch, StoredBatch
@@ -118,7 +119,7 @@ class MegatronTrainGroup:
         self._is_guest = beside is not None
         hangs = HangReports(config.run_dir) if hangs is None else hangs
         self._ranks: RankProcesses = RankProcesses(config, hangs, title=title) if beside is None else beside._ranks
-        self._source = MegatronSource(
+        self.weight_source = MegatronSource(
             config.weights,
             directory=checkpoint_dir.parent.resolve() / "push",  # of the run, also where its checkpoints are a link to another disk
             all_ranks=self._ranks.all,
@@ -222,10 +223,6 @@ class MegatronTrainGroup:
     async def hosts(self) -> list[str]:
         return await self._ranks.all("address")
 
-    @property
-    def weight_source(self) -> WeightSource:
-        return self._source
-
     async def export_hf(self, directory: Path) -> None:
         """The weights as safetensors of at most about 5 GB each, with their index, into an absolute path."""
         await self._all("export_hf", directory, 5 * 10**9)
@@ -241,10 +238,7 @@ class MegatronTrainGroup:
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def _settings(self) -> Any:
-        """Not imported at the top: the engine imports Megatron, which only patched processes may."""
-        from moerl.train.engine_settings import EngineSettings
-
+    def _settings(self) -> EngineSettings:
         config, role = self._config, self.role
         pushes = role.name == "policy"
         return EngineSettings(

@@ -13,6 +13,7 @@ from moerl.config.schema.custom_part import folders_of_files
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import WatchedProcess
+from moerl.train.engine_settings import EngineSettings
 from moerl.train.rank_calls import RankCalls
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,8 @@ class RankProcesses:
         self.data_ranks: list[int] = []
         """By rank, which of the shares of a batch it gets."""
 
-    async def start(self, places: Sequence[ProcessPlace], settings: Any) -> None:
-        """`settings`: EngineSettings of the model that they start with."""
+    async def start(self, places: Sequence[ProcessPlace], settings: EngineSettings) -> None:
+        """`settings`: of the model that they start with."""
         from moerl.train.train_worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, len(places)
