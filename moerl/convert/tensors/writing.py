@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,44 +109,22 @@ def write_files(
     `plan`: plain values that identify source and settings. Raises ConvertError before writing if it cannot be done.
     """
     partial = partial_of(target)
-    with _explaining(partial):
-        partial.mkdir(parents=True, exist_ok=True)
-        return _write_claimed(jobs, target, partial, plan=plan, workers=workers, on_bytes=on_bytes, complete=complete)
-
-
-@contextmanager
-def _explaining(partial: Path) -> Iterator[None]:
-    """Raises ConvertError for what the system says of files and disks."""
     try:
-        yield
+        partial.mkdir(parents=True, exist_ok=True)
+        with _claimed(partial):
+            files = contents_digest({job.name: job.contents for job in jobs})
+            _begin(partial, json.dumps({"plan": plan, "files": files}, sort_keys=True))
+            kept = _kept(partial, {job.name for job in jobs})
+            left = [job for job in jobs if job.name not in kept]
+            on_bytes(sum(job.num_bytes for job in jobs if job.name in kept))
+            check_disk(partial, sum(job.num_bytes for job in left))
+            with (partial / _JOURNAL).open("a") as journal:
+                kept |= {each.name: each for each in _write_all(left, partial, journal, workers=workers, on_bytes=on_bytes)}
+            finished = [kept[job.name] for job in jobs]
+            complete(partial, finished)
+            _make_visible(partial, target, finished)
     except OSError as error:
         raise _explained([error], partial) from error
-
-
-def _write_claimed(
-    jobs: Sequence[FileJob],
-    target: Path,
-    partial: Path,
-    *,
-    plan: Mapping[str, Any],
-    workers: int,
-    on_bytes: OnBytes,
-    complete: Callable[[Path, list[Finished]], None],
-) -> list[Finished]:
-    with _claimed(partial):
-        text = json.dumps({"plan": plan, "files": contents_digest({job.name: job.contents for job in jobs})}, sort_keys=True)
-        _begin(partial, text)
-        kept = _kept(partial, {job.name for job in jobs})
-        left = [job for job in jobs if job.name not in kept]
-        for job in jobs:
-            if job.name in kept:
-                on_bytes(job.num_bytes)
-        check_disk(partial, sum(job.num_bytes for job in left))
-        with (partial / _JOURNAL).open("a") as journal:
-            kept |= {each.name: each for each in _write_all(left, partial, journal, workers=workers, on_bytes=on_bytes)}
-        finished = [kept[job.name] for job in jobs]
-        complete(partial, finished)
-        _make_visible(partial, target, finished)
     return finished
 
 
@@ -212,8 +190,7 @@ def _kept(partial: Path, names: set[str]) -> dict[str, Finished]:
 
 
 def _line(finished: Finished) -> str:
-    fields = {"name": finished.name, "size": finished.size, "digest": finished.digest, "notes": finished.notes}
-    return json.dumps(fields) + "\n"
+    return json.dumps(asdict(finished)) + "\n"
 
 
 def _write_all(jobs: Sequence[FileJob], partial: Path, journal: Any, *, workers: int, on_bytes: OnBytes) -> list[Finished]:
