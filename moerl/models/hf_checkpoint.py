@@ -4,11 +4,11 @@ Of a published FP8 folder the tensors are what its blocks and their scales stand
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -23,6 +23,7 @@ from moerl.types.errors import CheckpointError
 from moerl.types.json_text import read_object
 
 INDEX = "model.safetensors.index.json"
+T = TypeVar("T")
 _EVERYTHING = slice(None)
 _WEIGHT_MAP = TypeAdapter(dict[str, str])
 _FP8 = "F8_E4M3"
@@ -131,7 +132,8 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, *, shar
     """Files of about `shard_bytes` and their index. The caller makes `directory` visible only when this returns."""
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(_shards(tensors, shard_bytes)):
+    on_host = ((name, tensor.detach().contiguous().cpu().clone()) for name, tensor in tensors)
+    for number, shard in enumerate(map(dict, by_size(on_host, lambda named: named[1].nbytes, shard_bytes))):
         file = f"model-{number:05d}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
@@ -139,14 +141,15 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, *, shar
     (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+def by_size(items: Iterable[T], num_bytes: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of at most `most` bytes or of one item that has more."""
+    held: list[T] = []
     size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.detach().contiguous().cpu().clone()
-        size += tensor.nbytes
-    if shard:
-        yield shard
+    for item in items:
+        if held and size + num_bytes(item) > most:
+            yield held
+            held, size = [], 0
+        held.append(item)
+        size += num_bytes(item)
+    if held:
+        yield held

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from moerl.convert.tensors.count_nonfinite import NONFINITE, NonFinite, count_no
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import bytes_of, header_of
 from moerl.convert.tensors.writing import DIGESTS, FileJob, Finished, OnBytes, Output, write_files
-from moerl.models.hf_checkpoint import INDEX
+from moerl.models.hf_checkpoint import INDEX, by_size
 
 CARRIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.md", "*.tiktoken", "LICENSE*")
 """Files beside the weights that belong to a model: generation_config.json, tokenizer, chat template, code, licence."""
@@ -26,7 +26,7 @@ class WriteOptions:
 
 def hf_jobs(entries: Sequence[Entry], options: WriteOptions) -> list[FileJob]:
     """Files of about `shard_bytes`, each with at least one tensor, in the order of `entries`."""
-    shards = _shards(entries, options.shard_bytes)
+    shards = list(by_size(entries, lambda entry: entry.num_bytes, options.shard_bytes))
     names = (
         ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     )
@@ -65,18 +65,6 @@ def carried_files(directory: Path | None) -> list[Path]:
         return []
     skipped = {INDEX, "config.json", DIGESTS, "manifest.json", "state.json", "metadata.json"}
     return sorted({file for pattern in CARRIED for file in directory.glob(pattern) if file.is_file() and file.name not in skipped})
-
-
-def _shards(entries: Iterable[Entry], shard_bytes: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = []
-    size = 0
-    for entry in entries:
-        if not shards or size + entry.num_bytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(entry)
-        size += entry.num_bytes
-    return shards
 
 
 def _job(name: str, entries: list[Entry], options: WriteOptions) -> FileJob:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from moerl.convert.tensors.count_nonfinite import NONFINITE, NonFinite, count_nonfinite
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import FileJob, Finished, Output
+from moerl.models.hf_checkpoint import by_size
 from moerl.train.checkpoint.checkpoint_check import check, content_faults, damaged, read_manifest
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, digest_files, manifest_text
 from moerl.train.checkpoint.checkpoint_pickles import load_tensor, read_index
@@ -125,14 +126,7 @@ class ShardPart:
 
 
 def sharded_jobs(parts: Sequence[ShardPart], *, shard_bytes: int, nonfinite: NonFinite) -> list[FileJob]:
-    files: list[list[ShardPart]] = []
-    size = 0
-    for part in parts:
-        if not files or size + part.entry.num_bytes > shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(part)
-        size += part.entry.num_bytes
+    files = by_size(parts, lambda part: part.entry.num_bytes, shard_bytes)
     return [_job(f"__{index}_0.distcp", held, nonfinite) for index, held in enumerate(files)]
 
 
