@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from moerl.models.families.parts.config_fields import broken_fields
-from moerl.models.families.parts.family import Family, Rule
+from moerl.models.families.parts.family import Family, Rule, pattern_of
 from moerl.models.find_family import explain_unknown, find_family, has_family
 from moerl.models.shards import DeltaSizes, Sizes
 from moerl.types.errors import ConvertError, Problem, problem
@@ -94,7 +94,7 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 def parameters_of_names(family: Family, names: Iterable[str], *, num_layers: int) -> list[Parameter]:
     """Every parameter of which a Hugging Face tensor is among `names`, in the order of `names`."""
     candidates: dict[str, tuple[Rule, dict[str, int]]] = {}
-    patterns = [(rule, re.compile(_pattern(template))) for rule in family.rules for template in rule.hf]
+    patterns = [(rule, pattern_of(template)) for rule in family.rules for template in rule.hf]
     for name in names:
         for rule, pattern in patterns:
             match = pattern.fullmatch(name)
@@ -147,7 +147,7 @@ def _stored(family: Family, key: str, place: tuple[int, ...], num_layers: int) -
     if match := _STACKED_KEY.fullmatch(name):
         name = f"decoder.layers.{place[0]}.{match[1]}"
     rule, numbers = family.find(name + expert)
-    return Parameter(key=key, place=place, rule=rule, hf=_hf_names(rule, numbers, num_layers))
+    return Parameter(key=key, place=place, rule=rule, hf=rule.hf_names(numbers, num_layers))
 
 
 def _parameter(megatron: str, rule: Rule, numbers: dict[str, int], num_layers: int) -> Parameter:
@@ -155,12 +155,7 @@ def _parameter(megatron: str, rule: Rule, numbers: dict[str, int], num_layers: i
     key = megatron
     if expert is not None:
         key = megatron.removesuffix(str(expert)).replace(".mlp.experts.", ".mlp.experts.experts.")
-    return Parameter(key=key, place=() if expert is None else (expert,), rule=rule, hf=_hf_names(rule, numbers, num_layers))
-
-
-def _hf_names(rule: Rule, numbers: dict[str, int], num_layers: int) -> tuple[str, ...]:
-    counted = {**numbers, "mtp": numbers["mtp"] + num_layers} if rule.is_mtp else numbers
-    return tuple(name.format(**counted) for name in rule.hf)
+    return Parameter(key=key, place=() if expert is None else (expert,), rule=rule, hf=rule.hf_names(numbers, num_layers))
 
 
 def _counted(numbers: dict[str, int], num_layers: int) -> dict[str, int] | None:
@@ -168,7 +163,3 @@ def _counted(numbers: dict[str, int], num_layers: int) -> dict[str, int] | None:
     if "mtp" in numbers:
         return {**numbers, "mtp": numbers["mtp"] - num_layers} if numbers["mtp"] >= num_layers else None
     return numbers if numbers.get("layer", 0) < num_layers else None
-
-
-def _pattern(template: str) -> str:
-    return re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>[0-9]{1,9})", re.escape(template))

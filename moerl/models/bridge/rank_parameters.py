@@ -35,8 +35,7 @@ def hf_names(rule: Rule, numbers: Mapping[str, int], *, num_layers: int, tied: b
     """The Hugging Face tensors of a parameter of a model of `num_layers`, without the rule's copies."""
     if tied and rule.megatron == "output_layer.weight":
         return ["model.embed_tokens.weight"]
-    counted = {**numbers, "mtp": numbers["mtp"] + num_layers} if rule.is_mtp else numbers
-    return [name.format(**counted) for name in rule.hf]
+    return list(rule.hf_names(numbers, num_layers))
 
 
 def _global_name(chunk: nn.Module, local: str, *, first_expert: int) -> str:

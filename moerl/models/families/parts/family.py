@@ -50,6 +50,11 @@ class Rule:
     def is_mtp(self) -> bool:
         return "{mtp}" in self.megatron
 
+    def hf_names(self, numbers: Mapping[str, int], num_layers: int) -> tuple[str, ...]:
+        """Names of `hf` in a model of `num_layers`, for the numbers that Megatron's name has."""
+        counted = {**numbers, "mtp": numbers["mtp"] + num_layers} if self.is_mtp else numbers
+        return tuple(name.format(**counted) for name in self.hf)
+
 
 class BrokenRule(NamedTuple):
     """Why Megatron would not compute what a config.json says."""
@@ -103,12 +108,13 @@ class Family:
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a parameter by its global Megatron name, and its {layer}, {expert} and {mtp}. KeyError if none matches."""
         for rule in self.rules:
-            match = _pattern(rule.megatron).fullmatch(name)
+            match = pattern_of(rule.megatron).fullmatch(name)
             if match:
                 return rule, {key: int(value) for key, value in match.groupdict().items()}
         raise KeyError(f"no rule maps the Megatron parameter {name}; add one to its family in moerl/models")
 
 
 @cache
-def _pattern(template: str) -> re.Pattern[str]:
+def pattern_of(template: str) -> re.Pattern[str]:
+    """Pattern of the names that a template with {layer}, {expert} and {mtp} stands for, with groups of these names."""
     return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>[0-9]{1,9})", re.escape(template)))
