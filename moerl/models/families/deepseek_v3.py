@@ -5,9 +5,10 @@ build: the published checkpoint, where layer num_hidden_layers + i is a decoder 
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from moerl.models.families.parts.family import BrokenRule, Family, Rule
+from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import NO_WINDOW, Fixed, fixed_values, has_megatron, readable_weights
 from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters, whole_heads
@@ -144,3 +145,6 @@ DEEPSEEK_V3 = Family(
     broken_rules=_broken_rules,
     rotary=latent_rotary,
 )
+KIMI_K2 = replace(DEEPSEEK_V3, served=Served(computed_as="deepseek_v3"))
+"""Kimi-K2 (1T): other sizes, no groups of experts, no multi-token prediction. transformers has no class of this model_type; published
+checkpoints bring DeepSeek-V3's as their own code."""

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
+from moerl.models.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moerl.models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
 from moerl.models.families.glm4_moe import GLM4_MOE
 from moerl.models.families.gpt_oss import GPT_OSS
-from moerl.models.families.kimi_k2 import KIMI_K2
 from moerl.models.families.llama import LLAMA
 from moerl.models.families.minimax_m2 import MINIMAX_M2
 from moerl.models.families.mixtral import MIXTRAL
