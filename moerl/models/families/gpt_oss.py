@@ -35,9 +35,7 @@ def layer_types(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    router = softmax_router_fields(
-        num_experts=hf["num_local_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["intermediate_size"], normalised=True
-    )
+    router = softmax_router_fields(hf, normalised=True, experts="num_local_experts", ffn_size="intermediate_size")
     gates = {"activation_func": "quick_gelu", "glu_linear_offset": 1.0, "activation_func_clamp_value": hf.get("swiglu_limit", 7.0)}
     windows = {
         "window_size": (hf["sliding_window"] - 1, 0),  # transformers counts the query's own position, Megatron those before it

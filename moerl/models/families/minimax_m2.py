@@ -26,7 +26,7 @@ _FIXED: Fixed = {
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    router = sigmoid_router_fields(num_experts=hf["num_local_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["intermediate_size"])
+    router = sigmoid_router_fields(hf, experts="num_local_experts", ffn_size="intermediate_size")
     return decoder_fields(hf) | attention_fields(hf, has_qk_norm=True) | router | {"qk_norm_over_heads": True}
 
 

@@ -21,9 +21,7 @@ _SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    router = softmax_router_fields(
-        num_experts=hf["num_local_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["intermediate_size"], normalised=True
-    )
+    router = softmax_router_fields(hf, normalised=True, experts="num_local_experts", ffn_size="intermediate_size")
     return decoder_fields(hf) | attention_fields(hf) | router
 
 

@@ -37,12 +37,7 @@ def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    router = softmax_router_fields(
-        num_experts=hf["num_experts"],
-        top_k=hf["num_experts_per_tok"],
-        ffn_size=hf["moe_intermediate_size"],
-        normalised=hf.get("norm_topk_prob", False),
-    )
+    router = softmax_router_fields(hf, normalised=hf.get("norm_topk_prob", False))
     shared = {"moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"], "moe_shared_expert_gate": True}
     return decoder_fields(hf) | attention_fields(hf, has_bias=hf.get("qkv_bias", True)) | router | shared
 

@@ -35,12 +35,8 @@ def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return _dense_config(hf) | softmax_router_fields(
-        num_experts=hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],  # the former since transformers 5
-        top_k=hf["num_experts_per_tok"],
-        ffn_size=hf["moe_intermediate_size"],
-        normalised=hf["norm_topk_prob"],
-    )
+    number = "num_local_experts" if "num_local_experts" in hf else "num_experts"  # the former since transformers 5
+    return _dense_config(hf) | softmax_router_fields(hf, normalised=hf["norm_topk_prob"], experts=number)
 
 
 def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

@@ -50,12 +50,7 @@ def layer_types(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    router = softmax_router_fields(
-        num_experts=hf["num_experts"],
-        top_k=hf["num_experts_per_tok"],
-        ffn_size=hf["moe_intermediate_size"],
-        normalised=hf["norm_topk_prob"],
-    )
+    router = softmax_router_fields(hf, normalised=hf["norm_topk_prob"])
     return decoder_fields(hf) | attention_fields(hf, has_qk_norm=True) | router | {
         "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
         "moe_shared_expert_gate": True,

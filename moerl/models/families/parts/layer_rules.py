@@ -122,12 +122,15 @@ PLAIN_ROUTER = {
 }
 
 
-def softmax_router_fields(*, num_experts: int, top_k: int, ffn_size: int, normalised: bool) -> dict[str, Any]:
-    """Experts in every layer. Softmax over the chosen experts equals softmax over all, normalised."""
+def softmax_router_fields(
+    hf: Mapping[str, Any], *, normalised: bool, experts: str = "num_experts", ffn_size: str = "moe_intermediate_size"
+) -> dict[str, Any]:
+    """Experts in every layer. Softmax over the chosen experts equals softmax over all, normalised. `experts`, `ffn_size`: names of their
+    number and width in config.json."""
     return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": ffn_size,
+        "num_moe_experts": hf[experts],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf[ffn_size],
         "moe_router_pre_softmax": not normalised,
         "moe_layer_freq": 1,
         **PLAIN_ROUTER,

@@ -29,12 +29,13 @@ def biased_experts(megatron: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def sigmoid_router_fields(*, num_experts: int, top_k: int, ffn_size: int) -> dict[str, Any]:
-    """Experts in every layer, chosen with a bias by scores of their own; the weights of the chosen ones add up to 1."""
+def sigmoid_router_fields(hf: Mapping[str, Any], *, experts: str, ffn_size: str) -> dict[str, Any]:
+    """Experts in every layer, chosen with a bias by scores of their own; the weights of the chosen ones add up to 1. `experts`, `ffn_size`:
+    as for `softmax_router_fields`."""
     return {
-        "num_moe_experts": num_experts,
-        "moe_router_topk": top_k,
-        "moe_ffn_hidden_size": ffn_size,
+        "num_moe_experts": hf[experts],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf[ffn_size],
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
@@ -46,10 +47,7 @@ def sigmoid_router_fields(*, num_experts: int, top_k: int, ffn_size: int) -> dic
 def grouped_router_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Experts from layer first_k_dense_replace on, as in DeepSeek-V3: sigmoid routers that choose within groups, beside shared experts."""
     dense_layers, is_limited = hf["first_k_dense_replace"], hf["topk_group"] != hf["n_group"]
-    router = sigmoid_router_fields(
-        num_experts=hf["n_routed_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["moe_intermediate_size"]
-    )
-    return router | {
+    return sigmoid_router_fields(hf, experts="n_routed_experts", ffn_size="moe_intermediate_size") | {
         "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
         "moe_router_num_groups": hf["n_group"] if is_limited else None,
         "moe_router_group_topk": hf["topk_group"] if is_limited else None,
