@@ -50,7 +50,7 @@ MINIMAX_M2 = Family(
     rules=(
         *ends(),
         *attention(LAYER, HF_LAYER, has_qk_norm=True),
-        *experts(LAYER, HF_LAYER, block=_SERVED.block, projections=_SERVED.projections),
+        *experts(LAYER, HF_LAYER, _SERVED),
         Rule(
             megatron=f"{LAYER}.mlp.router.expert_bias",
             hf=(f"{HF_LAYER}.{_SERVED.block}.e_score_correction_bias",),

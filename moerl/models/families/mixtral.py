@@ -37,7 +37,7 @@ MIXTRAL = Family(
     rules=(
         *ends(),
         *attention(LAYER, HF_LAYER),
-        *experts(LAYER, HF_LAYER, block=_SERVED.block, projections=_SERVED.projections),
+        *experts(LAYER, HF_LAYER, _SERVED),
     ),
     transformer_config=_config,
     broken_rules=_rules,

@@ -23,6 +23,7 @@ from moerl.models.families.parts.family_checks import (
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
+    attention,
     attention_fields,
     decoder_fields,
     ends,
@@ -89,17 +90,6 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield BrokenRule(rule, "value heads share key heads evenly", "another model of this type")
 
 
-def _gated_attention(megatron: str, hf: str) -> tuple[Rule, ...]:
-    """Queries come with a gate for each channel of a head's output."""
-    ours, theirs = f"{megatron}.self_attention", f"{hf}.self_attn"
-    return (
-        Rule(megatron=f"{ours}.linear_qkv.layer_norm_weight", hf=(f"{hf}.input_layernorm.weight",)),
-        Rule(megatron=f"{ours}.linear_qkv.weight", hf=tuple(f"{theirs}.{name}_proj.weight" for name in "qkv"), shard="gated_qkv"),
-        *(Rule(megatron=f"{ours}.{name}_layernorm.weight", hf=(f"{theirs}.{name}_norm.weight",)) for name in ("q", "k")),
-        Rule(megatron=f"{ours}.linear_proj.weight", hf=(f"{theirs}.o_proj.weight",), shard="row"),
-    )
-
-
 def _delta_net(megatron: str, hf: str) -> tuple[Rule, ...]:
     """Whole on every rank: there is no tensor parallelism (config/rules/parallel_rules.py)."""
     ours, theirs = f"{megatron}.self_attention", f"{hf}.linear_attn"
@@ -115,7 +105,7 @@ def _delta_net(megatron: str, hf: str) -> tuple[Rule, ...]:
 QWEN3_NEXT = Family(
     rules=(
         *ends(),
-        *_gated_attention(LAYER, HF_LAYER),
+        *attention(LAYER, HF_LAYER, has_qk_norm=True, shard="gated_qkv"),
         *_delta_net(LAYER, HF_LAYER),
         *experts(LAYER, HF_LAYER),
         *gated_shared_expert(LAYER, HF_LAYER),

@@ -7,10 +7,11 @@ Engine layers hold the norm before attention, and that before a dense MLP, in th
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.models.families.parts.family import Rule
+from moerl.models.families.parts.family import Rule, Served, Shard
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 MTP, HF_MTP = "mtp.layers.{mtp}", "model.layers.{mtp}"
+_USUAL = Served()
 
 
 def ends(*, repeated_by_mtp: bool = False) -> tuple[Rule, ...]:
@@ -28,15 +29,16 @@ def ends(*, repeated_by_mtp: bool = False) -> tuple[Rule, ...]:
     )
 
 
-def attention(megatron: str, hf: str, *, has_bias: bool = False, has_qk_norm: bool = False) -> tuple[Rule, ...]:
-    """Grouped-query attention of a layer, with the norm before it. `has_bias`: of queries, keys and values, not of the output."""
+def attention(megatron: str, hf: str, *, has_bias: bool = False, has_qk_norm: bool = False, shard: Shard = "qkv") -> tuple[Rule, ...]:
+    """Grouped-query attention of a layer, with the norm before it. `has_bias`: of queries, keys and values, not of the output. `shard`:
+    gated_qkv where queries come with a gate for each channel of a head's output."""
     ours, theirs = f"{megatron}.self_attention", f"{hf}.self_attn"
     kinds = ("weight", "bias") if has_bias else ("weight",)
     norms = ("q", "k") if has_qk_norm else ()
     return (
         Rule(megatron=f"{ours}.linear_qkv.layer_norm_weight", hf=(f"{hf}.input_layernorm.weight",)),
         *(
-            Rule(megatron=f"{ours}.linear_qkv.{kind}", hf=tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv"), shard="qkv")
+            Rule(megatron=f"{ours}.linear_qkv.{kind}", hf=tuple(f"{theirs}.{name}_proj.{kind}" for name in "qkv"), shard=shard)
             for kind in kinds
         ),
         *(Rule(megatron=f"{ours}.{name}_layernorm.weight", hf=(f"{theirs}.{name}_norm.weight",)) for name in norms),
@@ -58,11 +60,9 @@ def dense(megatron: str, hf: str) -> tuple[Rule, ...]:
     return (norm, *gated_mlp(f"{megatron}.mlp", f"{hf}.mlp"))
 
 
-def experts(
-    megatron: str, hf: str, *, block: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-) -> tuple[Rule, ...]:
-    """The router and the routed experts of a layer, with the norm before them. `block`: what checkpoints call the layer of experts."""
-    gate, up, down = projections
+def experts(megatron: str, hf: str, served: Served = _USUAL) -> tuple[Rule, ...]:
+    """The router and the routed experts of a layer, with the norm before them. `served`: how checkpoints call them."""
+    block, (gate, up, down) = served.block, served.projections
     expert = f"{hf}.{block}.experts.{{expert}}"
     return (
         Rule(megatron=f"{megatron}.pre_mlp_layernorm.weight", hf=(f"{hf}.post_attention_layernorm.weight",)),
