@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moerl.train.batching.micro_batch_plan import Balance, Bins, plan_micro_batches
+from moerl.train.batching.micro_batch_plan import Balance, Bins, MicroBatchPlanner
 
 ATTENTION_TOKENS = 24576
 DISTRIBUTIONS = ((7.0, 1.0), (7.6, 1.2), (8.5, 0.7))
@@ -52,10 +52,8 @@ def main() -> None:
     limits = {"num_ranks": arguments.ranks, "token_budget": arguments.budget}
     ways: dict[str, Callable[[np.ndarray], list[Bins]]] = {
         "in order": lambda lengths: in_order(lengths, **limits),
-        "even ranks": lambda lengths: plan_micro_batches(lengths, **limits, **padded, attention_tokens=ATTENTION_TOKENS),
-        "even rounds": lambda lengths: plan_micro_batches(
-            lengths, **limits, **padded, attention_tokens=ATTENTION_TOKENS, waits_in_rounds=True
-        ),
+        "even ranks": MicroBatchPlanner(**limits, **padded, attention_tokens=ATTENTION_TOKENS).plan,
+        "even rounds": MicroBatchPlanner(**limits, **padded, attention_tokens=ATTENTION_TOKENS, waits_in_rounds=True).plan,
     }
     print(f"{arguments.samples} samples, {arguments.ranks} ranks, {arguments.budget} tokens, cp {arguments.cp}, tp {arguments.tp}")
     print("lengths        mean  plan          rounds   padding   ranks   rounds  seconds")

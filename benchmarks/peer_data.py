@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from balance import ATTENTION_TOKENS, DISTRIBUTIONS
 
-from moerl.train.batching.micro_batch_plan import Balance, Bins, plan_micro_batches
+from moerl.train.batching.micro_batch_plan import Balance, Bins, MicroBatchPlanner
 
 HERE = Path(__file__).parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -81,10 +81,9 @@ def compare_plans(mu: float, sigma: float, options: argparse.Namespace) -> None:
     plans: dict[str, tuple[list[Bins], float, float]] = {}
     for name, waits in (("moerl, even ranks", False), ("moerl, even rounds", True)):
         began = time.process_time()
-        plan = plan_micro_batches(
-            lengths, num_ranks=options.ranks, token_budget=options.budget, token_multiple=1, sequence_multiple=1,
-            attention_tokens=ATTENTION_TOKENS, waits_in_rounds=waits,
-        )  # fmt: skip
+        plan = MicroBatchPlanner(
+            num_ranks=options.ranks, token_budget=options.budget, token_multiple=1, attention_tokens=ATTENTION_TOKENS, waits_in_rounds=waits
+        ).plan(lengths)
         cpu = time.process_time() - began
         plans[name] = plan, cpu, cpu
     if not options.without_verl:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moerl.algorithms.columns import TokenLoss
 from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, ValueLossSettings, loss_of
 from moerl.config.algorithm_settings import algorithm, of_plain
-from moerl.train.batching.micro_batch_plan import plan_micro_batches
+from moerl.train.batching.micro_batch_plan import MicroBatchPlanner
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.loss_sums import SUMMED, LossSums, step_statistics
@@ -190,7 +190,8 @@ def test_split_free(seed, name, with_old):
     policy, objective = Policy(rng, len(batch.token_ids_T)), ALL[name]
     cuts = (1, 1) if name in OVER_SEQUENCES else (2, 3)
     whole = run(batch, policy, objective, single(batch))
-    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2, attention_tokens=1000)
+    planner = MicroBatchPlanner(num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2, attention_tokens=1000)
+    plan = planner.plan(batch.lengths)
     shuffled = [members for rank in plan for members in rank]
     rng.shuffle(shuffled)
     for split in (

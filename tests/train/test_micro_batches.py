@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.train.batching.micro_batch_plan import Balance, plan_micro_batches, split_mini_batches
+from moerl.train.batching.micro_batch_plan import Balance, MicroBatchPlanner, split_mini_batches
 from moerl.train.batching.packed_sequences import pack, unpack_scores, zigzag_positions
 from moerl.train.batching.token_costs import sequence_costs
 from moerl.types.batch import TrainBatch
@@ -28,6 +28,10 @@ def plan_inputs(draw):
         waits_in_rounds=draw(st.booleans()),
     )
     return draw(st.lists(st.integers(2, 56), max_size=60)), limits
+
+
+def plan_micro_batches(lengths, **limits):
+    return MicroBatchPlanner(**limits).plan(lengths)
 
 
 def plan_of(lengths, **limits):

@@ -16,7 +16,7 @@ Invariants, by the names of their tests:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -76,58 +76,21 @@ class _Sequences:
     num_ranks: int
 
 
-def plan_micro_batches(
-    lengths: Sequence[int] | np.ndarray,
-    *,
-    num_ranks: int,
-    token_budget: int,
-    token_multiple: int,
-    attention_tokens: float,
-    sequence_multiple: int = 1,
-    count_multiple: int = 1,
-    waits_in_rounds: bool = False,
-) -> list[Bins]:
-    """Sequence indices, per data-parallel rank, per micro-batch.
-
-    A micro-batch is padded to `token_multiple` tokens and each of its sequences to `sequence_multiple` (2 * cp: context parallelism
-    cuts every sequence into that many chunks). `count_multiple` is pp for an interleaved pipeline. `waits_in_rounds`: the sum of the
-    costliest micro-batches of all rounds is made small, not the largest total of a rank. Raises ConfigError for a sequence over the
-    budget.
-    """
-    assert token_multiple % sequence_multiple == 0, f"{token_multiple=} must be a multiple of {sequence_multiple=}"
-    slots = round_up(np.asarray(lengths, dtype=np.int64), sequence_multiple)
-    _check_fits(slots, token_budget=token_budget, token_multiple=token_multiple)
-    sequences = _Sequences(
-        slots=slots,
-        costs=sequence_costs(slots, attention_tokens),
-        longest_first=np.argsort(-slots, kind="stable"),
-        capacity=token_budget // token_multiple * token_multiple,
-        num_ranks=num_ranks,
-    )
-    fitted = _first_fit(sequences)
-    num_rounds = round_up(-(-max(len(fitted), 1) // num_ranks), count_multiple)
-    candidates = [] if waits_in_rounds else list(_rank_by_rank(sequences, num_rounds))
-    if not candidates or not candidates[0].is_even:
-        candidates += [_Candidate(plan=plan) for plan in _round_by_round(sequences, fitted, num_rounds)]
-
-    def cost(candidate: _Candidate) -> float:
-        balance = Balance.of(candidate.plan, slots, sequence_multiple=1, attention_tokens=attention_tokens)
-        return balance.rounds if waits_in_rounds else balance.busiest
-
-    return min(candidates, key=cost).plan
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchPlanner:
-    """`plan_micro_batches` with everything but the lengths: driver and ranks make the same plan."""
+    """Everything but the lengths: driver and ranks make the same plan."""
 
     num_ranks: int
     token_budget: int
     token_multiple: int
+    """Micro-batches are padded to a multiple of it."""
     attention_tokens: float
-    sequence_multiple: int
-    count_multiple: int
-    waits_in_rounds: bool
+    sequence_multiple: int = 1
+    """Their sequences likewise: 2 * cp, as context parallelism cuts every sequence into that many chunks."""
+    count_multiple: int = 1
+    """Ranks have a multiple of it as micro-batches: pp for an interleaved pipeline."""
+    waits_in_rounds: bool = False
+    """The sum of the costliest micro-batches of all rounds is made small, not the largest total of a rank."""
 
     @classmethod
     def of(cls, train: TrainConfig, attention_tokens: float) -> "MicroBatchPlanner":
@@ -141,8 +104,30 @@ class MicroBatchPlanner:
             waits_in_rounds=train.layout.waits_in_rounds,
         )
 
-    def plan(self, lengths: np.ndarray) -> list[Bins]:
-        return plan_micro_batches(lengths, **asdict(self))
+    def plan(self, lengths: Sequence[int] | np.ndarray) -> list[Bins]:
+        """Sequence indices, per data-parallel rank, per micro-batch. Raises ConfigError for a sequence over the budget."""
+        assert self.token_multiple % self.sequence_multiple == 0, f"{self} must have a multiple of sequence_multiple as token_multiple"
+        slots = round_up(np.asarray(lengths, dtype=np.int64), self.sequence_multiple)
+        _check_fits(slots, token_budget=self.token_budget, token_multiple=self.token_multiple)
+        sequences = _Sequences(
+            slots=slots,
+            costs=sequence_costs(slots, self.attention_tokens),
+            longest_first=np.argsort(-slots, kind="stable"),
+            capacity=self.token_budget // self.token_multiple * self.token_multiple,
+            num_ranks=self.num_ranks,
+        )
+        fitted = _first_fit(sequences)
+        num_rounds = round_up(-(-max(len(fitted), 1) // self.num_ranks), self.count_multiple)
+        by_rank, is_even = (None, False) if self.waits_in_rounds else _rank_by_rank(sequences, num_rounds)
+        candidates = [] if by_rank is None else [by_rank]
+        if not is_even:
+            candidates += _round_by_round(sequences, fitted, num_rounds)
+
+        def cost(plan: list[Bins]) -> float:
+            balance = self.balance(slots, plan)
+            return balance.rounds if self.waits_in_rounds else balance.busiest
+
+        return min(candidates, key=cost)
 
     def plan_step(self, lengths: np.ndarray, num_updates: int) -> list[Bins]:
         """The plans of the mini-batches of a step, one after the other, of the sequences of the whole batch.
@@ -201,15 +186,9 @@ def _first_fit(sequences: _Sequences) -> Bins:
 # -- ranks first: even totals ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    plan: list[Bins]
-    is_even: bool = False
-    """The totals are known to differ by one sequence at most."""
-
-
-def _rank_by_rank(sequences: _Sequences, num_rounds: int) -> Iterator[_Candidate]:
-    """Sequences to ranks, even in cost; if that does not fit, even in tokens and in attention. Then each rank's to micro-batches."""
+def _rank_by_rank(sequences: _Sequences, num_rounds: int) -> tuple[list[Bins] | None, bool]:
+    """Sequences to ranks, even in cost; if that does not fit, even in tokens and in attention. Then each rank's to micro-batches. None if
+    neither fits; and whether the totals are known to differ by one sequence at most."""
     tokens, attention = sequences.slots.astype(np.float64), sequences.costs - sequences.slots
     both = np.stack([tokens / max(tokens.mean(), 1), attention / max(attention.mean(), 1e-9)]) if len(tokens) else np.zeros((2, 0))
     for loads, is_even in ((sequences.costs[None] / max(sequences.costs.sum(), 1), True), (both, False)):
@@ -217,8 +196,8 @@ def _rank_by_rank(sequences: _Sequences, num_rounds: int) -> Iterator[_Candidate
         plan = [_to_micro_batches(sequences, members, num_rounds) for members in ranks]
         complete = [bins for bins in plan if bins is not None]
         if len(complete) == len(plan) and _no_needless_empties(complete, len(tokens)):
-            yield _Candidate(plan=complete, is_even=is_even)
-            return
+            return complete, is_even
+    return None, False
 
 
 def _to_ranks(sequences: _Sequences, loads: np.ndarray) -> Bins:
