@@ -34,19 +34,12 @@ from moerl.types.errors import TrainError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
-    """Tokens of a micro-batch."""
+class _MicroBatch:
+    """A micro-batch in a forward pass through one chunk."""
 
     is_token_T: Tensor  # bool, of this rank's positions: False for padding
     count: int
-    """On all ranks that share the micro-batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """A micro-batch in its forward pass through one chunk."""
-
-    tokens: _Tokens
+    """Tokens on all ranks that share the micro-batch."""
     trains: bool
 
 
@@ -58,7 +51,7 @@ class RouterBalance:
         routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         self._biased = [router for router in routers if router.expert_bias is not None]
         self._losses = [_Losses(self, router) for router in routers if router.is_aux_loss_enabled() or config.moe_z_loss_coeff]
-        self.running: _Running | None = None
+        self.running: _MicroBatch | None = None
         self.num_tokens = 1
         self._counts = bool(self._biased) and config.moe_router_bias_update_rate > 0
         for router in self._biased:
@@ -79,7 +72,7 @@ class RouterBalance:
         if self._losses or self._counts:
             mine = np.split(micro.is_token_T, self._tp)[parallel_state.get_tensor_model_parallel_rank()]  # sequence parallel
             is_token_T = torch.from_numpy(mine).to(torch.cuda.current_device())
-            self.running = _Running(tokens=_Tokens(is_token_T=is_token_T, count=micro.num_positions - micro.num_padding), trains=trains)
+            self.running = _MicroBatch(is_token_T=is_token_T, count=micro.num_positions - micro.num_padding, trains=trains)
         try:
             yield
         finally:
@@ -88,7 +81,7 @@ class RouterBalance:
     @torch.no_grad()
     def _count(self, router: Any, _: object, output: tuple[Tensor, Tensor]) -> None:
         if self.running is not None and self.running.trains:
-            router.local_tokens_per_expert += output[1][self.running.tokens.is_token_T].sum(dim=0)
+            router.local_tokens_per_expert += output[1][self.running.is_token_T].sum(dim=0)
 
     def biases(self) -> list[Tensor]:
         """Copies, for `restore`."""
@@ -107,8 +100,8 @@ class _Losses:
 
     def __init__(self, routers: RouterBalance, router: Any):
         self._routers, self._router = routers, router
-        self._tokens: _Tokens | None = None
-        self._again: deque[_Tokens] = deque()
+        self._tokens: _MicroBatch | None = None
+        self._again: deque[_MicroBatch] = deque()
         router.register_forward_pre_hook(self._enter)
         router.apply_z_loss = self._with_z_loss
         router._apply_aux_loss = self._with_aux_loss
@@ -120,9 +113,9 @@ class _Losses:
         """Which micro-batch runs: schedules run the backward passes of a chunk in the order of its forward passes."""
         running = self._routers.running
         if running is not None:
-            self._tokens = running.tokens
+            self._tokens = running
             if running.trains and not torch.is_grad_enabled():
-                self._again.append(running.tokens)
+                self._again.append(running)
         elif torch.is_grad_enabled():
             if not self._again:
                 raise TrainError("load-balancing losses: a layer was computed again more often than it ran, so its tokens are not known")
@@ -148,6 +141,6 @@ class _Losses:
         scale = router.get_aux_loss_coeff("aux_loss") * len(load_E) / (router.topk * tokens.count * self._routers.num_tokens)
         return MoEAuxLossAutoScaler.apply(probs, (load_E * score_E).sum() * scale)
 
-    def _known(self) -> _Tokens:
+    def _known(self) -> _MicroBatch:
         assert self._tokens is not None, "a forward pass with gradient outside of an update"
         return self._tokens

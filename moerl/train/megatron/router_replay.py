@@ -14,7 +14,8 @@ Routers of multi-token prediction are no part of this: no engine records them, a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ class _Running:
     is_token_T: Tensor  # bool, of this rank's positions
     routes: Tensor | None  # int64 [positions, layers of this rank, top_k], -1 where unknown
     trains: bool
-    noted: dict[int, Tensor] | None = field(default=None)
+    noted: dict[int, Tensor] | None
     """Layer of this rank -> [positions, top_k], where choices are noted."""
 
 
@@ -61,7 +62,7 @@ class Routing:
         self._noted: dict[int, dict[int, Tensor]] | None = None
         self._counts: Tensor | None = None
         for place, router in enumerate(routers):
-            router.register_forward_hook(_CountingHook(self, place))
+            router.register_forward_hook(partial(self._count, place))
             if replays:
                 router.router_replay = _Chooser(self, place)
 
@@ -148,9 +149,11 @@ class Routing:
         if self._running is not None and self._running.noted is not None:
             self._running.noted[place] = chosen.to(torch.int16)
 
-    def count(self, place: int, routing_map: Tensor) -> None:
-        """`routing_map`: bool [positions, experts], which the layer will follow. A layer that is computed again counts once."""
-        running = self._running
+    @torch.no_grad()
+    def _count(self, place: int, _: object, __: object, output: tuple[Tensor, Tensor]) -> None:
+        """Hook, with the routing map in `output`: bool [positions, experts], which the layer will follow. A layer that is computed again
+        counts once."""
+        running, routing_map = self._running, output[1]
         if running is None or self._counts is None:
             return
         row, is_token_T = self._counts[self._rows[place]], running.is_token_T
@@ -208,15 +211,6 @@ class _Chooser:
         self._routing.compare(self._place, own, routes)
         chosen = torch.where(routes >= 0, routes, own)
         return scores.gather(1, chosen), chosen
-
-
-class _CountingHook:
-    def __init__(self, routing: Routing, place: int):
-        self._routing, self._place = routing, place
-
-    @torch.no_grad()
-    def __call__(self, _: object, __: object, output: tuple[Tensor, Tensor]) -> None:
-        self._routing.count(self._place, output[1])
 
 
 def _routers_of(chunks: Sequence[nn.Module], layers: Sequence[int]) -> tuple[list[int], list[TopKRouter]]:
