@@ -30,7 +30,7 @@ from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_l
 from moerl.train.loss.before_update import corrected, selected
 from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
 from moerl.train.loss.loss_sums import LossSums
-from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
+from moerl.train.loss.mtp_loss import MTPLoss
 from moerl.train.loss.nonfinite import locate
 from moerl.train.loss.value_loss import value_loss
 from moerl.train.megatron.megatron_model import Model, sum_gradients
@@ -238,14 +238,15 @@ class TrainStep:
         logp_T, entropy_T = (each.new_zeros(len(asked_T)).scatter(0, rows, each) for each in values)
         return logp_T, entropy_T
 
-    def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
-        """Targets of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
+    def _mtp_loss(self, own: TrainBatch, batch: Batch) -> MTPLoss | None:
+        """That of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
         num_depths = self.model.config.mtp_num_layers
         if num_depths is None:
             return None
         # At temperature 1: draft heads learn the model's distribution, whatever it is sampled with.
         logprobs = partial(self._label_logprobs, temperature=1.0)
-        return MTPLoss(targets=MTPTargets.of(own, num_depths, whole=batch), coefficient=self._train.mtp_loss, logprobs=logprobs)
+        counts = tuple(batch.num_responses_from(depth + 1) for depth in range(1, num_depths + 1))
+        return MTPLoss(batch=own, counts=counts, coefficient=self._train.mtp_loss, logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

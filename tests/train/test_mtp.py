@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moerl.config.schema.layout import Layout
 from moerl.train.batching.packed_sequences import pack
-from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
+from moerl.train.loss.mtp_loss import MTPLoss
 from moerl.types.batch import TrainBatch
 
 NUM_LAYERS, DEPTHS = 4, 2
@@ -45,12 +45,17 @@ def batch_of(lengths, mask):
     )
 
 
+def mtp_loss(batch, num_depths, logprobs=None):
+    counts = tuple(batch.num_responses_from(depth + 1) for depth in range(1, num_depths + 1))
+    return MTPLoss(batch=batch, counts=counts, coefficient=1.0, logprobs=logprobs)
+
+
 @given(lengths=LENGTHS, mask=st.lists(st.booleans(), min_size=42, max_size=42), depth=st.integers(1, 3), cp=st.sampled_from([1, 2]))
 def test_a_target_is_the_token_that_many_places_after_the_label_and_never_of_another_sequence(lengths, mask, depth, cp):
     batch = batch_of(lengths, mask)
     multiple = 2 * cp if cp > 1 else 1
     packed = pack(batch, range(len(lengths)), multiple, multiple)
-    targets, seen = MTPTargets.of(batch, depth, whole=batch), []
+    targets, seen = mtp_loss(batch, depth), []
     for rank in range(cp):
         part = packed.part_of(rank, cp)
         target_T, mask_T = targets.columns(part.label_index_T, depth)
@@ -69,7 +74,6 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean_over_depths_of_the_means
     batch = batch_of(lengths, mask)
     table = torch.randn(DEPTHS, len(batch.token_ids_T) + 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     groups = [data.draw(st.integers(0, 2)) for _ in lengths]
-    targets = MTPTargets.of(batch, DEPTHS, whole=batch)
     # "Logits" name their depth; a target's log-prob is looked up in a table. Padding and other positions give NaN.
     lookup = SimpleNamespace(depth=0)
 
@@ -77,7 +81,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean_over_depths_of_the_means
         values = table[int(logits), torch.from_numpy(target_T)]
         return torch.where(torch.from_numpy(target_T) >= 100, values, torch.nan), lookup
 
-    loss = MTPLoss(targets=targets, coefficient=1.0, logprobs=logprobs)
+    loss = mtp_loss(batch, DEPTHS, logprobs)
     depths = [torch.tensor(k) for k in range(DEPTHS)]
     packed = [pack(batch, [i for i, g in enumerate(groups) if g == group], 1) for group in range(3)]
     total = sum(loss.of(depths, micro.label_index_T) for micro in packed)

@@ -12,22 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.types.batch import Batch, TrainBatch
+from moerl.types.batch import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MTPTargets:
-    """Targets that each depth predicts in a mini-batch: the response tokens that have enough tokens before them."""
+class MTPLoss:
+    """The loss of one mini-batch, micro-batch by micro-batch. Targets of a depth: response tokens that have enough tokens before them."""
 
     batch: TrainBatch
     """The sequences of this rank."""
     counts: tuple[int, ...]
     """Targets of depth 1, 2, ... in the whole mini-batch."""
+    coefficient: float
+    logprobs: Callable[[Any, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+    """From what the output layer makes logits of, targets [T] and where there is one [T] to their log-probs [T] and entropies."""
 
-    @classmethod
-    def of(cls, batch: TrainBatch, num_depths: int, *, whole: Batch) -> "MTPTargets":
-        """`batch`: the share of `whole`, a mini-batch, that this rank has."""
-        return cls(batch=batch, counts=tuple(whole.num_responses_from(k + 1) for k in range(1, num_depths + 1)))
+    def of(self, heads: Sequence[Any], label_index_T: np.ndarray) -> Tensor:
+        """This micro-batch's share, with gradient, before the coefficient. `heads`: of depth 1, 2, ..."""
+        shares = []
+        for depth, (head, count) in enumerate(zip(heads, self.counts, strict=True), start=1):
+            target_T, mask_T = self.columns(label_index_T, depth)
+            logp_T, _ = self.logprobs(head, target_T, mask_T)
+            shares.append(torch.where(torch.from_numpy(mask_T).to(logp_T.device), -logp_T, 0.0).sum() / max(count, 1))
+        return torch.stack(shares).mean()
 
     def columns(self, label_index_T: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [T] targets and bool [T] where there is one. `label_index_T`: places of the labels in the batch, -1 where none is."""
@@ -38,22 +45,3 @@ class MTPTargets:
         has_target_T = (label_index_T >= 0) & (label_index_T + depth < ends)
         target_T = np.where(has_target_T, label_index_T + depth, 0)
         return batch.token_ids_T[target_T], has_target_T & batch.response_mask_T[target_T]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MTPLoss:
-    """The loss of one mini-batch, micro-batch by micro-batch."""
-
-    targets: MTPTargets
-    coefficient: float
-    logprobs: Callable[[Any, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
-    """From what the output layer makes logits of, targets [T] and where there is one [T] to their log-probs [T] and entropies."""
-
-    def of(self, heads: Sequence[Any], label_index_T: np.ndarray) -> Tensor:
-        """This micro-batch's share, with gradient, before the coefficient. `heads`: of depth 1, 2, ..."""
-        shares = []
-        for depth, (head, count) in enumerate(zip(heads, self.targets.counts, strict=True), start=1):
-            target_T, mask_T = self.targets.columns(label_index_T, depth)
-            logp_T, _ = self.logprobs(head, target_T, mask_T)
-            shares.append(torch.where(torch.from_numpy(mask_T).to(logp_T.device), -logp_T, 0.0).sum() / max(count, 1))
-        return torch.stack(shares).mean()
