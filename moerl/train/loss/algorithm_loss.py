@@ -17,10 +17,10 @@ from moerl.config.algorithm_settings import settings_of
 from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.schema.algorithm_config import AlgorithmConfig, PrimeAdvantage
 from moerl.config.schema.companion_config import CriticConfig, OutcomeModelConfig
-from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
+from moerl.train.batching.packed_sequences import pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
-from moerl.train.loss.before_update import corrected, selected
+from moerl.train.loss.before_update import at_labels, corrected, selected
 from moerl.train.loss.loss_sums import LossSums, step_statistics
 from moerl.train.loss.value_loss import value_loss
 from moerl.types.batch import TrainBatch
@@ -151,7 +151,7 @@ def _critic(flat: "_Flat", batch: TrainBatch, returns_T: np.ndarray, clip: float
     new_values = flat.values if flat.new_values is None else flat.new_values
     leaf = torch.tensor(flat.column(new_values), requires_grad=True)
     micro = pack(given, list(range(batch.num_sequences)), 1)
-    loss, _ = value_loss(_at_labels(leaf, micro), micro, ValueLossSettings(clip=clip), Denominators.of(batch))
+    loss, _ = value_loss(at_labels(leaf, micro), micro, ValueLossSettings(clip=clip), Denominators.of(batch))
     loss.backward()
     assert leaf.grad is not None
     return {"value_loss": float(loss.detach()), "value_gradient": flat.shaped(flat.tokens_of(leaf.grad.numpy()))}
@@ -178,20 +178,14 @@ def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float
     micro = pack(share.batch, everything, 1)
     leaf = torch.tensor(logprobs, requires_grad=True)
     entropy = torch.zeros_like(leaf) if flat.entropy is None else torch.from_numpy(flat.column(flat.entropy))
-    logp_T, entropy_T = (_at_labels(values, micro) for values in (leaf, entropy))
+    logp_T, entropy_T = (at_labels(values, micro) for values in (leaf, entropy))
     columns = LossColumns.of(micro, device="cpu")
     if flat.old_logprobs is not None and flat.versions is None:
-        columns = replace(columns, trainer_logprobs_T=_at_labels(torch.from_numpy(flat.column(flat.old_logprobs)), micro))
+        columns = replace(columns, trainer_logprobs_T=at_labels(torch.from_numpy(flat.column(flat.old_logprobs)), micro))
     loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, counts)
     loss.backward()
     assert leaf.grad is not None
     return float(loss.detach()), leaf.grad.numpy(), sums, share.batch.kept_T
-
-
-def _at_labels(values_T: torch.Tensor, micro: PackedMicroBatch) -> torch.Tensor:
-    """Values of a batch's tokens where a micro-batch predicts them."""
-    index_T = torch.from_numpy(micro.label_index_T)
-    return torch.where(index_T >= 0, values_T[index_T.clamp(min=0)], 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from moerl.algorithms.columns import TokenColumns, weights_by
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
-from moerl.train.loss.batch_loss import Denominators, LossColumns, token_columns
+from moerl.train.loss.batch_loss import Denominators, LossColumns, at_least_float32, token_columns
 from moerl.types.batch import Batch, TrainBatch
 
 Reduce = Callable[[Tensor], None]
@@ -107,16 +107,15 @@ def whole_columns(own: TrainBatch, counts: Denominators, logprobs_T: np.ndarray 
     """All sequences as one micro-batch, under log-probs [T]; without them, those of the old policy."""
     micro = pack(replace(own, routes_T=None, sets=None), range(own.num_sequences), 1)
     columns = LossColumns.of(micro, device="cpu")
-    if logprobs_T is None:
-        assert columns.old_logprobs_T is not None, "a correction before the update needs old log-probs"
-        logp_T = columns.old_logprobs_T
-    else:
-        index = torch.from_numpy(micro.label_index_T)
-        known_T = torch.from_numpy(logprobs_T)
-        logp_T = torch.where(index >= 0, known_T[index.clamp(min=0)], 0.0) if len(known_T) else known_T.new_zeros(len(index))
-    if logp_T.dtype != torch.float64:
-        logp_T = logp_T.float()
-    return micro, token_columns(logp_T, columns, counts)
+    logp_T = columns.old_logprobs_T if logprobs_T is None else at_labels(torch.from_numpy(logprobs_T), micro)
+    assert logp_T is not None, "a correction before the update needs old log-probs"
+    return micro, token_columns(at_least_float32(logp_T), columns, counts)
+
+
+def at_labels(values_T: Tensor, micro: PackedMicroBatch) -> Tensor:
+    """Values of a batch's tokens where a micro-batch predicts them, else 0."""
+    index_T = torch.from_numpy(micro.label_index_T)
+    return torch.where(index_T >= 0, values_T[index_T.clamp(min=0)], 0.0) if len(values_T) else values_T.new_zeros(len(index_T))
 
 
 def to_tokens(values_T: Tensor, micro: PackedMicroBatch, *, fill: float | bool) -> np.ndarray:
