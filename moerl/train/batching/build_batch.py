@@ -98,8 +98,7 @@ def _sampled(batch: StoredBatch) -> dict[str, np.ndarray]:
 
 def labelled(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, *, right_above: float) -> StoredBatch:
     """Batch for a model of outcomes: in the place of advantages 1 for every token of an answer that is right, else 0."""
-    samples = [sample for group in groups for sample in _trained(group, algorithm)]
-    is_right = [sample.score.reward > right_above for sample in samples for segment in sample.segments if segment.num_tokens]
+    is_right = [sample.score.reward > right_above for _, sample, _ in segments_of(groups, algorithm)]
     return replace(batch, advantages=np.array(is_right, dtype=np.float32))
 
 
@@ -125,8 +124,7 @@ def with_proximal(batch: StoredBatch, groups: Sequence[Group], algorithm: Algori
 
 def _completions(groups: Sequence[Group], algorithm: Algorithm) -> list[StoredCompletion]:
     """Those that are trained on, in the order of the batch."""
-    samples = [sample for group in groups for sample in _trained(group, algorithm)]
-    return [segment for sample in samples for segment in sample.segments if segment.num_tokens]
+    return [segment for _, _, segment in segments_of(groups, algorithm)]
 
 
 def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarray) -> np.ndarray | None:
