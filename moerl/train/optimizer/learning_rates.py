@@ -14,10 +14,6 @@ def learning_rate(step: int, config: OptimizerConfig, num_steps: int) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay == "constant":
         return config.lr
-    progress = _progress(step, config.warmup_steps, num_steps)
+    progress = 1.0 if step >= num_steps else (step - config.warmup_steps) / (num_steps - config.warmup_steps)
     remaining = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.min_lr + (config.lr - config.min_lr) * remaining
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return 1.0 if step >= end else (step - start) / (end - start)
