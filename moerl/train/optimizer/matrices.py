@@ -41,17 +41,6 @@ class Matrix:
         return self.weight.shape, self.rows, self.cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorGroups:
-    """Ranks over which tensor parallelism cuts weights."""
-
-    dense: dist.ProcessGroup
-    experts: dist.ProcessGroup
-
-    def of(self, weight: nn.Parameter) -> dist.ProcessGroup:
-        return self.dense if getattr(weight, "allreduce", True) else self.experts
-
-
 def is_matrix(weight: nn.Parameter, name: str) -> bool:
     """Whether Muon updates it. A single row or column has one singular value: orthogonal, it would be its sign alone.
 
@@ -92,7 +81,7 @@ def _products(shape: tuple[int, int]) -> int:
     return shape[0] * shape[1] * min(shape)
 
 
-def matrices_of(optimizer: Any, names: Mapping[nn.Parameter, tuple[str, Any]], groups: TensorGroups) -> list[Matrix]:
+def matrices_of(optimizer: Any, names: Mapping[nn.Parameter, tuple[str, Any]]) -> list[Matrix]:
     """Those of a distributed optimizer, in an order that its data-parallel ranks share. Collective."""
     weights = [weight for buffer in optimizer.buffers for weight in buffer.params if is_matrix(weight, names[weight][0])]
     if not weights:  # of all data-parallel ranks
@@ -105,8 +94,8 @@ def matrices_of(optimizer: Any, names: Mapping[nn.Parameter, tuple[str, Any]], g
     chosen = owners([tuple(weight.shape) for weight in weights], [[stop - start for start, stop in of] for of in ranges])
     return [
         Matrix(
-            weight=weight, ranges=tuple(of), owner=owner, rows=_rows(*names[weight]), tensor_group=groups.of(weight),
-            cut=_cut(weight, names[weight][0], groups.of(weight).size()),
+            weight=weight, ranges=tuple(of), owner=owner, rows=_rows(*names[weight]), tensor_group=_tensor_group(weight),
+            cut=_cut(weight, names[weight][0], _tensor_group(weight).size()),
         )
         for weight, of, owner in zip(weights, ranges, chosen, strict=True)
     ]  # fmt: skip
@@ -119,6 +108,14 @@ def owned_ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]
             for bucket in buckets:
                 for weight, ranges in bucket["param_map"].items():
                     yield weight, (ranges["param"].start, ranges["param"].end)
+
+
+def _tensor_group(weight: nn.Parameter) -> dist.ProcessGroup:
+    """Ranks over which tensor parallelism cuts it, as Megatron marks experts."""
+    from megatron.core import parallel_state  # not with this module, whose pure functions need none
+
+    is_dense = getattr(weight, "allreduce", True)
+    return parallel_state.get_tensor_model_parallel_group() if is_dense else parallel_state.get_expert_tensor_parallel_group()
 
 
 def _rows(name: str, config: Any) -> tuple[int, ...]:

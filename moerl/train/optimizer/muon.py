@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from moerl.config.schema.train_config import MuonConfig
 from moerl.train.memory.memory_states import MUON_ROUND_ELEMENTS
-from moerl.train.optimizer.matrices import Matrix, TensorGroups, matrices_of, rounds
+from moerl.train.optimizer.matrices import Matrix, matrices_of, rounds
 from moerl.train.optimizer.newton_schulz import scaled_orthogonal
 
 
-def use_muon(optimizer: Any, chunks: Sequence[nn.Module], groups: TensorGroups, muon: MuonConfig) -> None:
+def use_muon(optimizer: Any, chunks: Sequence[nn.Module], muon: MuonConfig) -> None:
     """Collective: let Megatron's distributed optimizers of these wrapped `chunks` update matrices by Muon."""
     names = {weight: (name, chunk.config) for chunk in chunks for name, weight in chunk.named_parameters() if weight.requires_grad}
     for each in optimizer.chained_optimizers:
-        if not each.is_stub_optimizer and (matrices := matrices_of(each, names, groups)):
+        if not each.is_stub_optimizer and (matrices := matrices_of(each, names)):
             each.optimizer.step = MuonStep(each, matrices, muon)
 
 

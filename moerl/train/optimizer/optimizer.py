@@ -5,12 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
 from moerl.config.schema.train_config import TrainConfig
-from moerl.train.optimizer.matrices import TensorGroups
 from moerl.train.optimizer.muon import use_muon
 from moerl.types.errors import ConfigError, Problem
 
@@ -24,10 +22,7 @@ def build_optimizer(train: TrainConfig, wrapped: Sequence[nn.Module]) -> Megatro
         raise ConfigError([Problem(path=path, value=fraction, rule="needs a GPU", reason=reason, fix=f"{path}=0")])
     optimizer = get_megatron_optimizer(optimizer_config(train), list(wrapped), use_gloo_process_groups=False)
     if train.optimizer.muon is not None:
-        groups = TensorGroups(
-            dense=parallel_state.get_tensor_model_parallel_group(), experts=parallel_state.get_expert_tensor_parallel_group()
-        )
-        use_muon(optimizer, wrapped, groups, train.optimizer.muon)
+        use_muon(optimizer, wrapped, train.optimizer.muon)
     return optimizer
 
 
