@@ -16,6 +16,12 @@ from types import SimpleNamespace
 
 import torch
 
+FUSIONS = (
+    "bias_activation_fusion", "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion", "moe_router_fusion",
+    "masked_softmax_fusion",
+)  # fmt: skip
+"""Fields of Megatron's TransformerConfig."""
+
 
 class Named(type):
     """A compiled class or enum: its members are those that are asked for, each with a number of its own."""
@@ -123,10 +129,8 @@ def main(folder: str, *overrides: str) -> None:
         held[stage] = {item.name: list(item.tensor.shape) for item in owned}
     import transformer_engine
 
-    from moerl.train.megatron.fusions import FIELDS
-
     # What the configuration says after Megatron has checked it, which is what its layers are built from.
-    fused = [field for field in FIELDS if getattr(built.config, field)]
+    fused = [field for field in FUSIONS if getattr(built.config, field)]
     print(json.dumps({"stages": held, "file": transformer_engine.__file__, "fused": fused, "words": built.config.fusions}))
 
 

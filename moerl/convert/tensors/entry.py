@@ -25,11 +25,6 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def whole(name: str, tensor: Tensor) -> Entry:
-    """Entry of a tensor that is in memory."""
-    return Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=lambda: iter([tensor]))
-
-
 def computed(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Entry:
     """Entry of a tensor that `make` returns, in `dtype` and `shape`, when it is written."""
 

@@ -7,7 +7,6 @@ Models beside the policy write into folders of its checkpoint, by their names: o
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any, Protocol
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import CheckpointError, MoerlError
 from moerl.types.stats import SavedCheckpoint
-
-logger = logging.getLogger(__name__)
 
 
 class SavedPart(Protocol):

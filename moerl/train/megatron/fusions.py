@@ -13,12 +13,6 @@ from torch.nn import functional
 
 from moerl.types.errors import ConfigError, problem
 
-FIELDS = (
-    "bias_activation_fusion", "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion", "moe_router_fusion",
-    "masked_softmax_fusion",
-)  # fmt: skip
-"""Names of fields of Megatron's TransformerConfig."""
-
 _CLAMPS = "the kernel neither clamps nor shifts"
 _INTERLEAVED = "the kernel for packed sequences would take pairs that are interleaved for halves"
 _YARN = "the kernel leaves out YaRN's factor"
