@@ -44,17 +44,12 @@ def origin_of(source: Path, files_from: Path | None) -> ModelOrigin:
     runs = [place.parent.parent for place in (source.absolute(), source.resolve())]
     run_dir = next((each for each in runs if (each / "config.yaml").is_file()), runs[-1])
     settings = run_dir / "config.yaml"
-    if not settings.is_file():
-        return ModelOrigin(
-            directory=None, absence=f"a run's checkpoint holds weights alone, and {settings}, which names its model, is not there"
-        )
     # A model made from scratch lies in the run's directory. A relative path is one of where the run was started.
     directory = Path(_path(settings) or run_dir / "model")
-    if not directory.is_dir():
-        return ModelOrigin(
-            directory=None, absence=f"a run's checkpoint holds weights alone, and the run's model, {directory}, is not there"
-        )
-    return ModelOrigin(directory=directory, absence=f"the run's model, {directory}, holds no such file")
+    if settings.is_file() and directory.is_dir():
+        return ModelOrigin(directory=directory, absence=f"the run's model, {directory}, holds no such file")
+    absent = f"the run's model, {directory}," if settings.is_file() else f"{settings}, which names its model,"
+    return ModelOrigin(directory=None, absence=f"a run's checkpoint holds weights alone, and {absent} is not there")
 
 
 def origin_problems(files_from: Path | None) -> Iterator[Problem]:
