@@ -119,15 +119,11 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
         return write(conversion, dry_run=dry_run)
     if conversion.to == "hf":
         return _sharded_to_hf(conversion, folder, dry_run=dry_run)
-    if folder is not None:
+    if folder is not None or conversion.to != "moerl":
         reason = "what others trained is read for its weights, which a Hugging Face folder holds"
-        fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
-        raise ConvertError(
-            [problem("SRC", str(conversion.source), f"must be a Hugging Face folder with --to {conversion.to}", reason, fix)]
-        )
-    if conversion.to != "moerl":
-        reason = "experts are copied from" if conversion.to == "moe" else "what others read is made of"
-        reason += " a Hugging Face folder, whose tensors are read in pieces"
+        if folder is None:
+            reason = "experts are copied from" if conversion.to == "moe" else "what others read is made of"
+            reason += " a Hugging Face folder, whose tensors are read in pieces"
         rule, fix = f"must be a Hugging Face folder with --to {conversion.to}", "moerl convert SRC FOLDER first, then FOLDER as SRC"
         raise ConvertError([problem("SRC", str(conversion.source), rule, reason, fix)])
     reason = "a checkpoint of a run loads into any layout and dtype as it is, with its optimizer's state"
