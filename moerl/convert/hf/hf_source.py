@@ -1,10 +1,10 @@
 """A Hugging Face folder as a source of tensors: every fault of it found at once, from headers alone, before anything is read."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import ConvertError, Problem, can_be, problem
 from moerl.types.json_text import is_file_name, read_object
 
+T = TypeVar("T")
 SINGLE = "model.safetensors"
+_NO_SAFETENSORS = "cannot be read as safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,7 @@ class HFSource:
         if checkpoint is not None and not (directory / "config.json").exists():
             reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
             raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
-        config = _read_object(directory / "config.json", problems)
+        config = _read(read_object, directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
         if problems:
             raise ConvertError(problems)
@@ -72,8 +74,8 @@ def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTe
             reason = f"neither {INDEX} nor {SINGLE} is there"
             problems.append(problem("SRC", str(directory), "has no weights", reason, "a folder with the model's safetensors files"))
             return {}
-        return _header(directory / SINGLE, problems)
-    index = _read_object(directory / INDEX, problems)
+        return _read(read_header, directory / SINGLE, problems, rule=_NO_SAFETENSORS)
+    index = _read(read_object, directory / INDEX, problems)
     weight_map = index.get("weight_map", {}) if index else {}
     if index and not (isinstance(weight_map, dict) and weight_map and all(is_file_name(file) for file in weight_map.values())):
         problems.append(
@@ -90,7 +92,7 @@ def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTe
             reason = f"{INDEX} names it for {len(promised)} tensors, as {_some(promised)}"
             problems.append(problem("SRC", str(directory / file), "is absent", reason, "fetch this file"))
             continue
-        held = _header(directory / file, problems)
+        held = _read(read_header, directory / file, problems, rule=_NO_SAFETENSORS)
         if held:
             tensors |= {name: stored for name, stored in held.items() if name in promised}
             problems += _broken_promises(directory / file, promised - held.keys(), held.keys() - weight_map.keys())
@@ -106,20 +108,13 @@ def _broken_promises(file: Path, missing: set[str], unlisted: set[str]) -> Itera
         yield problem("SRC", f"{file}: {name}", "is not in the index", reason, "fetch this file and the index again")
 
 
-def _header(file: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
+def _read(read: Callable[[Path], dict[str, T]], file: Path, problems: list[Problem], *, rule: str = "cannot be read") -> dict[str, T]:
+    """Empty, and a problem more, where it cannot be read."""
     try:
-        return read_header(file)
+        return read(file)
     except (OSError, ValueError) as error:
-        problems.append(problem("SRC", str(file), "cannot be read as safetensors", str(error), "fetch this file again"))
+        problems.append(problem("SRC", str(file), rule, str(error), "fetch this file again"))
         return {}
-
-
-def _read_object(file: Path, problems: list[Problem]) -> dict[str, Any]:
-    try:
-        return read_object(file)
-    except (OSError, ValueError) as error:
-        problems.append(problem("SRC", str(file), "cannot be read", str(error), "fetch this file again"))
-    return {}
 
 
 def _some(names: set[str]) -> str:
