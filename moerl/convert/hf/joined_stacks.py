@@ -28,16 +28,10 @@ def in_parts(source: HFSource, family: Family, num_experts: int) -> HFSource:
             rule, fix = f"must hold {num_experts} experts on its first axis", "fetch the checkpoint and its config.json again"
             problems.append(problem("SRC", f"{stored.file}: {name}", rule, f"found shape {stored.shape}", fix))
         else:
-            tensors |= _parts(name, stored)
+            tensors |= {f"{name}[{place}]": stored.part(place) for place in range(num_experts)}
     if problems:
         raise ConvertError(problems)
     return replace(source, tensors=tensors)
-
-
-def _parts(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
-    count, shape = stored.shape[0], stored.shape[1:]
-    stride = stored.num_bytes // count
-    return {f"{name}[{place}]": replace(stored, shape=shape, begin=stored.begin + place * stride) for place in range(count)}
 
 
 def joined(entries: Sequence[Entry]) -> list[Entry]:

@@ -5,7 +5,6 @@ blocks], exponents that count from -127. What they stand for is STACK [experts, 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
-from moerl.convert.tensors.safetensors_file import StoredTensor, read_tensor
+from moerl.convert.tensors.safetensors_file import read_tensor
 from moerl.types.errors import Problem, problem
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -51,7 +50,7 @@ def unpacked_entry(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
 
     def pieces() -> Iterator[Tensor]:
         for expert in range(experts):
-            yield unpacked(_of_expert(blocks, expert), _of_expert(scales, expert)).T.to(dtype)
+            yield unpacked(read_tensor(blocks.part(expert)), read_tensor(scales.part(expert))).T.to(dtype)
 
     return Entry(name=name.removesuffix(BLOCKS), dtype=dtype, shape=(experts, count * _BLOCK, out), pieces=pieces)
 
@@ -60,8 +59,3 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     """uint8 [..., blocks, 16] and [..., blocks] -> float32 [..., blocks * 32]."""
     values = _VALUES[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()]
     return torch.ldexp(values, scales.int()[..., None] - _BIAS).flatten(-2)
-
-
-def _of_expert(stack: StoredTensor, expert: int) -> Tensor:
-    stride = stack.num_bytes // stack.shape[0]
-    return read_tensor(replace(stack, shape=stack.shape[1:], begin=stack.begin + expert * stride))

@@ -6,7 +6,7 @@ Format: 8 bytes little-endian length, that much JSON, then the tensors (https://
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +39,10 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def part(self, place: int) -> "StoredTensor":
+        """Where that lies which it has at `place` on its first axis."""
+        return replace(self, shape=self.shape[1:], begin=self.begin + place * self.num_bytes // self.shape[0])
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
