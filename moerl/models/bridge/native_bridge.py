@@ -22,6 +22,8 @@ from moerl.types.errors import CheckpointError
 
 
 class NativeBridge:
+    """Implements WeightBridge."""
+
     def __init__(
         self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path,
         has_output: bool = True,
@@ -43,11 +45,9 @@ class NativeBridge:
         self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every parameter and every buffer that is part of the model's state, of this rank."""
         return (item.tensor for item in self._ranks.held.values())
 
     def load(self, checkpoint: HFCheckpoint) -> None:
-        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
         for item in self._ranks.held.values():
             names, group = self._ranks.hf_names(item.rule, item.numbers), self._ranks.shard_group(item.rule)
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
@@ -60,12 +60,10 @@ class NativeBridge:
                 check_copies(names[0], copy_names(item.rule, self._mtp_layers), checkpoint)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
-        """Every Hugging Face name, in the order of `export`."""
         names = stored_names(hf for name in self._ranks.owners for hf in self._export_names(name, with_mtp=with_mtp))
         return names + (self._kept if with_mtp else [])
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
         return torch.float32 if name in self._float32 else model_dtype
 
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
