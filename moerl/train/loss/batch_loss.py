@@ -108,7 +108,8 @@ def micro_batch_loss(
     logp_T, entropy_T = at_least_float32(logp_T), at_least_float32(entropy_T)
     tokens = token_columns(logp_T, columns, denominators, ranks)
     # An empty component keeps the gradient path of a micro-batch that has none.
-    total, told = torch.where(tokens.mask_T, logp_T, 0.0).sum() * 0.0, Observed.nothing(tokens)
+    total, none_T = torch.where(tokens.mask_T, logp_T, 0.0).sum() * 0.0, torch.zeros_like(tokens.mask_T)
+    told = Observed(clipped_T=none_T, bounded_T=none_T)
     if loss.objective is not None:
         total, told = _rl(tokens, entropy_T, columns, loss)
     whole_T = logp_T if columns.whole_logp_T is None else at_least_float32(columns.whole_logp_T)

@@ -31,11 +31,6 @@ class Observed:
     bounded_T: Tensor
     dropped_T: Tensor | None = None
 
-    @classmethod
-    def nothing(cls, tokens: TokenColumns) -> "Observed":
-        none_T = torch.zeros_like(tokens.mask_T)
-        return cls(clipped_T=none_T, bounded_T=none_T)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSums:
