@@ -198,12 +198,12 @@ class TrainWorker:
     @ray.method(concurrency_group=SAVE_THREAD)
     def write_checkpoint(self, model: str, directory: Path) -> WrittenShards:
         """Not collective."""
-        return self._of(model).shards.write(directory)
+        return self._of(model).shards.writer.write(directory)
 
     @ray.method(concurrency_group=SAVE_THREAD)
     def finish_checkpoint(self, model: str, directory: Path, indices: list[bytes]) -> FileDigests:
         """Rank 0, when every rank has written."""
-        return self._of(model).shards.finish(directory, indices)
+        return self._of(model).shards.writer.finish(directory, indices)
 
     def faults_of_checkpoint(self, directory: Path, but: list[str]) -> list[str]:
         """In this rank's share of the files, without `but`. Not collective."""

@@ -38,9 +38,9 @@ def save(engine: Any, directory: Path, *, copies: bool = True) -> list[Any]:
 
 def write(engine: Any, directory: Path) -> list[Any]:
     written: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(written, engine.shards.write(directory))
+    dist.all_gather_object(written, engine.shards.writer.write(directory))
     if dist.get_rank() == 0:
-        engine.shards.finish(directory, [share.index for share in written])
+        engine.shards.writer.finish(directory, [share.index for share in written])
     dist.barrier()
     return written
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.checkpoint import sharded_state
-from moerl.train.checkpoint.checkpoint_dirs import COMMON, HEAD, INDEX, FileDigests, WrittenShards
+from moerl.train.checkpoint.checkpoint_dirs import COMMON, HEAD, INDEX, FileDigests
 from moerl.train.checkpoint.checkpoint_pickles import check_extra_state, index_of, load_object
 from moerl.train.checkpoint.shard_reader import Found, read_shards
 from moerl.train.checkpoint.shard_writer import ShardWriter
@@ -32,28 +32,20 @@ logger = logging.getLogger(__name__)
 class ShardStore:
     def __init__(self, model: Model, optimizer: Any, train: TrainConfig):
         self._model, self._optimizer, self._train = model, optimizer, train
-        self._writer = ShardWriter(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        self.writer = ShardWriter(parallel_state.get_data_parallel_group(with_context_parallel=True))
+        """Writes what was staged, not collectively and on any thread."""
 
     def stage(self, *, copies: bool) -> int:
-        """Collective: fix what `write` will write. Returns the bytes of this rank's shards.
+        """Collective: fix what `writer` will write. Returns the bytes of this rank's shards.
 
-        `copies`: to host memory, so that training may go on during `write`; without, it may not.
+        `copies`: to host memory, so that training may go on while it writes; without, it may not.
         """
         model = sharded_state.model_state(self._model.chunks)
         if not sharded_state.has_stepped(self._optimizer):  # no update of the run so far was applied
             sharded_state.begin_optimizer_state(self._optimizer)
         optimizer = sharded_state.optimizer_state(self._optimizer, model)
         common = {"optimizer_steps": sharded_state.num_optimizer_steps(self._optimizer), "content_metadata": self._content()}
-        self._writer.stage({"model": model, "optimizer": optimizer.shards, "rng": self._rng()}, common, copies=copies)
-        return self._writer.num_bytes
-
-    def write(self, directory: Path) -> WrittenShards:
-        """This rank's file. Not collective, and on any thread."""
-        return self._writer.write(directory)
-
-    def finish(self, directory: Path, indices: list[bytes]) -> FileDigests:
-        """Rank 0, when every rank has written; what the ranks' `write` returned, by rank. The directory is then complete."""
-        return self._writer.finish(directory, indices)
+        return self.writer.stage({"model": model, "optimizer": optimizer.shards, "rng": self._rng()}, common, copies=copies)
 
     def load(self, directory: Path, files: FileDigests, *, weights_only: bool = False) -> list[str]:
         """Collective, in place, every file read once by all ranks together: no more memory than an item of a file at a time.

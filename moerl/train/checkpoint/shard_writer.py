@@ -46,8 +46,8 @@ class ShardWriter:
         self._common: dict[str, Any] = {}
         self._metadata: Metadata | None = None
 
-    def stage(self, sharded_state: dict[str, Any], common: dict[str, Any], *, copies: bool) -> None:
-        """Collective. `common` goes into common.pt: plain values, the same on all ranks.
+    def stage(self, sharded_state: dict[str, Any], common: dict[str, Any], *, copies: bool) -> int:
+        """Collective; the bytes of the staged tensors of this rank. `common` goes into common.pt: plain values, the same on all ranks.
 
         `copies`: of the shards in host memory, so that training may go on. The memory is kept for the next save.
         """
@@ -59,11 +59,7 @@ class ShardWriter:
         copied = iter(self._to_host(tensors) if copies else tensors)
         self._staged = [next(copied) if isinstance(shard, ShardedTensor) else _serialized(shard) for shard in shards]
         self._common = common
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the staged tensors of this rank."""
-        return sum(each.numel() * each.element_size() for each in self._staged if isinstance(each, Tensor))
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _share_out(self, sharded: dict[str, Any]) -> None:
         """Make this rank the main replica of its share. Settled once: it depends on model and layout alone."""
