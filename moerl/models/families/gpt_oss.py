@@ -4,14 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import (
-    SILU,
-    Fixed,
-    fixed_values,
-    readable_weights,
-    several_softmax_experts,
-    written_head_dim,
-)
+from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_softmax_experts, written_head_dim
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -101,7 +94,7 @@ def _experts(megatron: str, hf: str) -> tuple[Rule, ...]:
 GPT_OSS = Family(
     rules=(
         *ends(),
-        *attention(LAYER, HF_LAYER, has_bias=True),
+        *attention(has_bias=True),
         Rule(megatron=f"{LAYER}.self_attention.linear_proj.bias", hf=(f"{HF_LAYER}.self_attn.o_proj.bias",)),
         Rule(megatron=f"{LAYER}.self_attention.core_attention.softmax_offset", hf=(f"{HF_LAYER}.self_attn.sinks",), shard="column"),
         *_experts(LAYER, HF_LAYER),

@@ -5,7 +5,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import NO_BIAS, NO_WINDOW, SILU, fixed_values, readable_weights
-from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends
+from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_parameters, rope_rules, rotary
 
 
@@ -25,6 +25,4 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     return rotary(hf if "rope_theta" in rope_parameters(hf) else {**hf, "rope_theta": 10000.0})
 
 
-LLAMA = Family(
-    rules=(*ends(), *attention(LAYER, HF_LAYER), *dense(LAYER, HF_LAYER)), transformer_config=_config, broken_rules=_rules, rotary=_rotary
-)
+LLAMA = Family(rules=(*ends(), *attention(), *dense()), transformer_config=_config, broken_rules=_rules, rotary=_rotary)

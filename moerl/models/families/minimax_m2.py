@@ -49,8 +49,8 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 MINIMAX_M2 = Family(
     rules=(
         *ends(),
-        *attention(LAYER, HF_LAYER, has_qk_norm=True),
-        *experts(LAYER, HF_LAYER, _SERVED),
+        *attention(has_qk_norm=True),
+        *experts(served=_SERVED),
         Rule(
             megatron=f"{LAYER}.mlp.router.expert_bias",
             hf=(f"{HF_LAYER}.{_SERVED.block}.e_score_correction_bias",),

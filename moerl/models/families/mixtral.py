@@ -5,16 +5,7 @@ from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Served
 from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, fixed_values, readable_weights, several_softmax_experts
-from moerl.models.families.parts.layer_rules import (
-    HF_LAYER,
-    LAYER,
-    attention,
-    attention_fields,
-    decoder_fields,
-    ends,
-    experts,
-    softmax_router_fields,
-)
+from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
 from moerl.models.families.parts.rope import rope_rules, rotary
 
 _SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
@@ -36,8 +27,8 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 MIXTRAL = Family(
     rules=(
         *ends(),
-        *attention(LAYER, HF_LAYER),
-        *experts(LAYER, HF_LAYER, _SERVED),
+        *attention(),
+        *experts(served=_SERVED),
     ),
     transformer_config=_config,
     broken_rules=_rules,

@@ -16,8 +16,6 @@ from moerl.models.families.parts.family_checks import (
     several_softmax_experts,
 )
 from moerl.models.families.parts.layer_rules import (
-    HF_LAYER,
-    LAYER,
     attention,
     attention_fields,
     decoder_fields,
@@ -29,7 +27,7 @@ from moerl.models.families.parts.layer_rules import (
 )
 from moerl.models.families.parts.rope import rope_rules, rotary
 
-_COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_bias=True))
+_COMMON = (*ends(), *attention(has_bias=True))
 
 
 def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,9 +53,9 @@ def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield from several_softmax_experts(hf)
 
 
-QWEN2 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
+QWEN2 = Family(rules=_COMMON + dense(), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
 QWEN2_MOE = Family(
-    rules=_COMMON + experts(LAYER, HF_LAYER) + gated_shared_expert(LAYER, HF_LAYER),
+    rules=_COMMON + experts() + gated_shared_expert(),
     transformer_config=_moe_config,
     broken_rules=_moe_rules,
     rotary=rotary,

@@ -14,20 +14,10 @@ from moerl.models.families.parts.family_checks import (
     several_softmax_experts,
     written_head_dim,
 )
-from moerl.models.families.parts.layer_rules import (
-    HF_LAYER,
-    LAYER,
-    attention,
-    attention_fields,
-    decoder_fields,
-    dense,
-    ends,
-    experts,
-    softmax_router_fields,
-)
+from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, dense, ends, experts, softmax_router_fields
 from moerl.models.families.parts.rope import rope_rules, rotary
 
-_COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_qk_norm=True))
+_COMMON = (*ends(), *attention(has_qk_norm=True))
 
 
 def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,5 +47,5 @@ def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield from several_softmax_experts(hf)
 
 
-QWEN3 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
-QWEN3_MOE = Family(rules=_COMMON + experts(LAYER, HF_LAYER), transformer_config=_moe_config, broken_rules=_moe_rules, rotary=rotary)
+QWEN3 = Family(rules=_COMMON + dense(), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
+QWEN3_MOE = Family(rules=_COMMON + experts(), transformer_config=_moe_config, broken_rules=_moe_rules, rotary=rotary)

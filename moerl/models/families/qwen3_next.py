@@ -105,10 +105,10 @@ def _delta_net(megatron: str, hf: str) -> tuple[Rule, ...]:
 QWEN3_NEXT = Family(
     rules=(
         *ends(),
-        *attention(LAYER, HF_LAYER, has_qk_norm=True, shard="gated_qkv"),
+        *attention(has_qk_norm=True, shard="gated_qkv"),
         *_delta_net(LAYER, HF_LAYER),
-        *experts(LAYER, HF_LAYER),
-        *gated_shared_expert(LAYER, HF_LAYER),
+        *experts(),
+        *gated_shared_expert(),
     ),
     transformer_config=_config,
     broken_rules=_rules,

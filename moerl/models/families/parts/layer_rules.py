@@ -1,6 +1,6 @@
 """Parts that families are composed of: rules of layers that many share, and the Megatron fields that go with them.
 
-`megatron` and `hf` are names of a module in either, such as decoder.layers.{layer} and model.layers.{layer}. Megatron's Transformer
+`megatron` and `hf` are names of a module in either, by default of a decoder layer. Megatron's Transformer
 Engine layers hold the norm before attention, and that before a dense MLP, in the projection after it.
 """
 
@@ -29,7 +29,9 @@ def ends(*, repeated_by_mtp: bool = False) -> tuple[Rule, ...]:
     )
 
 
-def attention(megatron: str, hf: str, *, has_bias: bool = False, has_qk_norm: bool = False, shard: Shard = "qkv") -> tuple[Rule, ...]:
+def attention(
+    megatron: str = LAYER, hf: str = HF_LAYER, *, has_bias: bool = False, has_qk_norm: bool = False, shard: Shard = "qkv"
+) -> tuple[Rule, ...]:
     """Grouped-query attention of a layer, with the norm before it. `has_bias`: of queries, keys and values, not of the output. `shard`:
     gated_qkv where queries come with a gate for each channel of a head's output."""
     ours, theirs = f"{megatron}.self_attention", f"{hf}.self_attn"
@@ -54,13 +56,13 @@ def gated_mlp(megatron: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def dense(megatron: str, hf: str) -> tuple[Rule, ...]:
+def dense(megatron: str = LAYER, hf: str = HF_LAYER) -> tuple[Rule, ...]:
     """The dense MLP of a layer, with the norm before it."""
     norm = Rule(megatron=f"{megatron}.mlp.linear_fc1.layer_norm_weight", hf=(f"{hf}.post_attention_layernorm.weight",))
     return (norm, *gated_mlp(f"{megatron}.mlp", f"{hf}.mlp"))
 
 
-def experts(megatron: str, hf: str, served: Served = _USUAL) -> tuple[Rule, ...]:
+def experts(megatron: str = LAYER, hf: str = HF_LAYER, *, served: Served = _USUAL) -> tuple[Rule, ...]:
     """The router and the routed experts of a layer, with the norm before them. `served`: how checkpoints call them."""
     block, (gate, up, down) = served.block, served.projections
     expert = f"{hf}.{block}.experts.{{expert}}"
@@ -76,7 +78,7 @@ def experts(megatron: str, hf: str, served: Served = _USUAL) -> tuple[Rule, ...]
     )
 
 
-def gated_shared_expert(megatron: str, hf: str) -> tuple[Rule, ...]:
+def gated_shared_expert(megatron: str = LAYER, hf: str = HF_LAYER) -> tuple[Rule, ...]:
     """An expert of every token, whose output a gate scales."""
     return (
         *gated_mlp(f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"),
