@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -30,21 +29,15 @@ _FP8 = "F8_E4M3"
 """Name of float8_e4m3fn in headers."""
 
 
-class HFCheckpoint:
+class HFCheckpoint(ExitStack):
     """Reads tensors by name, whichever file holds them. A context manager: files stay mapped until it ends."""
 
     def __init__(self, directory: Path):
         """Raises CheckpointError naming the index or the single file if it cannot be read."""
+        super().__init__()
         self._directory = directory
         self._files = _file_of_each(directory)
-        self._stack = ExitStack()
         self._open: dict[str, safe_open] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
 
     def names(self) -> list[str]:
         """Without those of scales."""
@@ -96,7 +89,7 @@ class HFCheckpoint:
     def _file(self, name: str) -> safe_open:
         file = self._files[name]
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+            self._open[file] = self.enter_context(safe_open(self._directory / file, framework="pt"))
         return self._open[file]
 
     @contextmanager
