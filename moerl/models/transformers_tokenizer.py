@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl.models.plain_tokenizer import PlainForm
 from moerl.models.transformers_config import read_transformers_config
-from moerl.types.errors import ConfigError, MoerlError, Problem
+from moerl.types.errors import ConfigError, MoerlError, problem
 
 _PLAIN_METHODS = ("apply_chat_template", "get_chat_template", "encode", "_encode_plus", "decode", "_decode", "clean_up_tokenization")
 
@@ -22,15 +22,13 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers checks types of fields, and what else a class demands
         reason = " ".join(str(error).split()) or type(error).__name__
         fix = "a config.json as transformers would write it: 1.0 where it wants a float"
-        found = Problem(path="model", value=str(directory), rule="must have a config.json that transformers takes", reason=reason, fix=fix)
-        raise ConfigError([found]) from error
+        raise _unusable(directory, "must have a config.json that transformers takes", reason, fix) from error
     try:
         return AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
     except Exception as error:  # tokenizers raise it itself
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"
-        found = Problem(path="model", value=str(directory), rule="must have a tokenizer that can be read", reason=reason, fix=fix)
-        raise ConfigError([found]) from error
+        raise _unusable(directory, "must have a tokenizer that can be read", reason, fix) from error
 
 
 def plain_form(tokenizer: PreTrainedTokenizerBase) -> PlainForm | None:
@@ -68,9 +66,8 @@ def stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
         listed = _listed_stop_tokens(model_dir)
         eos = eos if listed is None else listed
     if eos is None or eos == []:
-        reason = "a response would never end"
-        fix = "eos_token_id in generation_config.json"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason=reason, fix=fix)])
+        reason, fix = "a response would never end", "eos_token_id in generation_config.json"
+        raise _unusable(model_dir, "must name an end-of-sequence token", reason, fix)
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
@@ -79,8 +76,12 @@ def _listed_stop_tokens(model_dir: Path) -> int | list[int] | None:
         found = GenerationConfig.from_pretrained(model_dir).eos_token_id
     except (OSError, TypeError, ValueError) as error:  # transformers' own, of a file that it cannot read
         rule, fix = "must have a generation_config.json that can be read", "fetch that file again, or remove it"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=str(error), fix=fix)]) from error
+        raise _unusable(model_dir, rule, str(error), fix) from error
     if not all(isinstance(each, int) and each >= 0 for each in (found if isinstance(found, list) else [found or 0])):
         rule, reason = "must name tokens by their numbers in generation_config.json", f"eos_token_id is {found!r}"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=reason, fix="eos_token_id: NUMBER")])
+        raise _unusable(model_dir, rule, reason, "eos_token_id: NUMBER")
     return found
+
+
+def _unusable(model_dir: Path, rule: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError([problem("model", str(model_dir), rule, reason, fix)])
