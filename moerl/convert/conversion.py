@@ -238,14 +238,11 @@ def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, 
     verb = "would write" if dry_run else "wrote"
     lines = [f"{verb} {conversion.target}: {num_tensors} tensors in {len(jobs)} files, {total / 1e9:.3f} GB ({total} bytes)"]
     if dry_run:
-        free = shutil.disk_usage(_existing(conversion.target)).free
+        target = conversion.target.absolute()
+        free = shutil.disk_usage(next(each for each in (target, *target.parents) if each.exists())).free
         lines += [f"  {job.name}: {job.num_bytes / 1e9:.3f} GB" for job in jobs]
         lines.append(f"needs {(total + SPARE_BYTES) / 1e9:.3f} GB of disk, {free / 1e9:.3f} GB are free")
     return "\n".join([*lines, *carried])
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 @contextmanager
