@@ -96,7 +96,11 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_cri
             getattr(torch, train.dtype),
             built.family,
             chunks,
-            groups=_bridge_groups(),
+            groups=Groups(
+                tensor=parallel_state.get_tensor_model_parallel_group(),
+                expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+                expert=parallel_state.get_expert_model_parallel_group(),
+            ),
             sizes=built.sizes,
             tied=is_tied(hf) and not is_critic,
             source=model_dir,
@@ -164,7 +168,9 @@ def _chunk(
 
 def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
     layout, dtype = train.layout, getattr(torch, train.dtype)
-    described = family.checked_config(hf) | _router_dtype(dtype)
+    described = family.checked_config(hf)
+    if dtype == torch.float64:  # Megatron casts what the router computes to its own dtype, which must not be the narrower one
+        described["moe_router_dtype"] = "fp64"
     # GPTModel reads what describes YaRN outside of latent attention from attributes that TransformerConfig has no fields for.
     beside = {name: described.pop(name) for name in list(described) if name.startswith("yarn_")}
     beside["qk_norm_over_heads"] = described.pop("qk_norm_over_heads", False)
@@ -217,11 +223,6 @@ def _asked(megatron: Mapping[str, Any]) -> dict[str, Any]:
     return dict(megatron) if name is None else {**megatron, "attention_backend": AttnBackend[name]}
 
 
-def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
-    """Megatron casts what the router computes to its own dtype, which must not be the narrower one."""
-    return {"moe_router_dtype": "fp64"} if dtype == torch.float64 else {}
-
-
 def sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron would divide by `num_tokens`; the loss already is."""
     finalize_model_grads(model, None, **kwargs)
@@ -268,14 +269,6 @@ def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is
             buffer.data = buffer.data.float()
     # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
     return DistributedDataParallel(config, data_parallel_config(train), module, disable_bucketing=not is_first)
-
-
-def _bridge_groups() -> Groups:
-    return Groups(
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
-        expert=parallel_state.get_expert_model_parallel_group(),
-    )
 
 
 class HeadlessModel(GPTModel):
