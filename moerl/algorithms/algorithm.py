@@ -29,11 +29,6 @@ class Algorithm:
     """As it is now; that of the settings, unless it is adaptive."""
     loss: Loss
 
-    @property
-    def max_attempts(self) -> int:
-        """A step may draw this many times its groups; 1 where `keeps_group` never says no."""
-        return self.config.max_attempts
-
     def keeps_group(self, group: Group) -> bool:
         """Whether the group is worth training on; one that is not is replaced by the next prompt (dynamic sampling).
 

@@ -21,7 +21,7 @@ def new_buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]
     options: dict[str, Any] = dict(
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
-        max_attempts=algorithm.max_attempts,
+        max_attempts=algorithm.config.max_attempts,
         first_ticket=state.get("drawn", 0),
         skipped=state.get("skipped", ()),
     )

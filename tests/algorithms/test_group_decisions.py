@@ -170,7 +170,7 @@ def test_algorithms_declare_what_a_step_must_bring():
     assert grpo(kl_coefficient=0.1, kl_in="reward").config.needs == {"reference", "old_logprobs"}
     assert build("remax").config.needs == {"greedy_sample"}
     assert build("m2po").config.needs == {"whole_minibatch"}
-    assert (grpo().max_attempts, dapo(max_attempts=5).max_attempts) == (1, 5)
+    assert (grpo().config.max_attempts, dapo(max_attempts=5).config.max_attempts) == (1, 5)
 
 
 @pytest.mark.parametrize("name", options("algorithm"))
