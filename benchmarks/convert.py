@@ -16,14 +16,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from moerl.convert.hf.hf_writing import WriteOptions, write_hf
+from moerl.convert.hf.hf_writing import WriteOptions, complete_hf, hf_jobs
 from moerl.convert.tensors.entry import Entry
+from moerl.convert.tensors.writing import write_files
 
 HIDDEN, EXPERT, VOCABULARY = 7168, 2048, 129280
 _CONVERT = """
@@ -69,7 +71,9 @@ def compare_speeds(root: Path, gigabytes: float, rounds: int) -> None:
     plain, quantized = root / "plain", root / "fp8"
     entries = list(tensors(gigabytes))
     config = {"model_type": "some_of_deepseek_v3", "torch_dtype": "bfloat16"}
-    write_hf(entries, plain, config=config, carried_from=None, plan={}, options=WriteOptions(nonfinite="ignore"), on_bytes=lambda _: None)
+    jobs = hf_jobs(entries, WriteOptions(nonfinite="ignore"))
+    complete = partial(complete_hf, entries=entries, config=config, carried_from=None, nonfinite="ignore")
+    write_files(jobs, plain, plan={}, workers=2, on_bytes=lambda _: None, complete=complete)
     largest = max(entry.num_bytes for entry in entries)
     print(f"{size_of(plain) / 1e9:.2f} GB in {len(entries)} tensors, the largest {largest / 1e9:.2f} GB; load {os.getloadavg()[0]:.1f}")
     rows: dict[str, list[Measured]] = {}

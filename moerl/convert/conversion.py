@@ -1,9 +1,10 @@
 """`moerl convert`: from the paths and options of the command line to a plan, and from the plan to files."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, cast, get_args
@@ -16,7 +17,7 @@ from moerl import __version__
 from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource, states_of
-from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
+from moerl.convert.hf.hf_writing import WriteOptions, complete_hf, hf_jobs
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
 from moerl.convert.sharded.hf_to_sharded import parts_of
 from moerl.convert.sharded.megatron_bridge_target import bridge_problems, complete_bridge_folder, in_iteration
@@ -135,7 +136,7 @@ def _hf_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
     entries = hf_plan.converted(source, conversion.dtype, conversion.scales)
     if problems := copied_problems(source):
         raise ConvertError(problems)
-    return _write_hf(conversion, entries, source.config, source.identity(), dry_run=dry_run)
+    return _write_hf(conversion, entries, _config(conversion, source.config, entries), source.identity(), dry_run=dry_run)
 
 
 def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
@@ -149,7 +150,7 @@ def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
         raise ConvertError([problem("--dtype", "keep", "must not be keep with --to moe for a source in FP8", reason, "--dtype bfloat16")])
     dense = hf_plan.converted(source, conversion.dtype, conversion.scales)
     entries = upcycled(dense, source.config, conversion.upcycling)
-    return _write_hf(conversion, entries, config, source.identity(), dry_run=dry_run)
+    return _write_hf(conversion, entries, _config(conversion, config, entries), source.identity(), dry_run=dry_run)
 
 
 def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool) -> str:
@@ -168,34 +169,17 @@ def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool
     identity: dict[str, Any] = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else dict(identity_of(folder))
     if origin is not None and num_mtp_layers(source.config):  # layers that were not trained come from there
         identity |= {"model": states_of(sorted(origin.glob("*.safetensors"))), "of": str(origin.resolve())}
-    return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)
+    return _write_hf(conversion, entries, config, identity, dry_run=dry_run)
 
 
 def _write_hf(
-    conversion: Conversion,
-    entries: list[Entry],
-    config: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    *,
-    dry_run: bool,
-    config_is_final: bool = False,
+    conversion: Conversion, entries: list[Entry], config: Mapping[str, Any], identity: Mapping[str, Any], *, dry_run: bool
 ) -> str:
-    if not config_is_final:
-        config = hf_plan.config_for(config, conversion.dtype, conversion.scales, _unquantized(entries))
-    jobs = hf_jobs(entries, conversion.options)
-    origin = origin_of(conversion.source, conversion.files_from)
-    if not dry_run:
-        with progress_bar(f"writing {conversion.target.name}", sum(job.num_bytes for job in jobs)) as on_bytes:
-            write_hf(
-                entries,
-                conversion.target,
-                config=config,
-                carried_from=origin.directory,
-                plan=conversion.plan | {"files": identity},
-                options=conversion.options,
-                on_bytes=on_bytes,
-            )
-    return describe(conversion, jobs, len(entries), origin.lines(), dry_run=dry_run)
+    """`config`: config.json of the folder."""
+    jobs, origin = hf_jobs(entries, conversion.options), origin_of(conversion.source, conversion.files_from)
+    nonfinite = conversion.options.nonfinite
+    complete = partial(complete_hf, entries=entries, config=config, carried_from=origin.directory, nonfinite=nonfinite)
+    return _write(conversion, jobs, len(entries), {"files": identity, "config": config}, complete, carried=origin.lines(), dry_run=dry_run)
 
 
 def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
@@ -218,22 +202,14 @@ def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
         write_rest = complete_bridge_folder if is_bridge else complete_sharded
         write_rest(directory, parts, finished, config, conversion.dtype)
 
-    if not dry_run:
-        plan = conversion.plan | {"files": source.identity()}
-        with progress_bar(f"writing {conversion.target.name}", sum(job.num_bytes for job in jobs)) as on_bytes:
-            write_files(jobs, conversion.target, plan=plan, workers=options.workers, on_bytes=on_bytes, complete=complete)
-    return describe(conversion, jobs, len(parts), [], dry_run=dry_run)
+    return _write(conversion, jobs, len(parts), {"files": source.identity()}, complete, carried=(), dry_run=dry_run)
 
 
-def _unquantized(entries: Sequence[Entry]) -> list[str]:
-    """Modules of matrices, or stacks of them, without scales. A stack and its biases are parameters of the module of experts itself."""
-    names = {entry.name for entry in entries}
-    matrices = [entry.name for entry in entries if len(entry.shape) in (2, 3) and not entry.name.endswith(SCALE_SUFFIX)]
-    modules = [name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in matrices]
-    return list(dict.fromkeys(module for name, module in zip(matrices, modules, strict=True) if name + SCALE_SUFFIX not in names))
-
-
-def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, carried: Sequence[str], *, dry_run: bool) -> str:
+def _write(
+    conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, identity: Mapping[str, Any],
+    complete: Callable[[Path, list[Finished]], None], *, carried: Sequence[str], dry_run: bool,
+) -> str:  # fmt: skip
+    """Text of what was written. `identity`: plain values by which a resumed run knows that its source is the same."""
     total = sum(job.num_bytes for job in jobs)
     verb = "would write" if dry_run else "wrote"
     lines = [f"{verb} {conversion.target}: {num_tensors} tensors in {len(jobs)} files, {total / 1e9:.3f} GB ({total} bytes)"]
@@ -242,7 +218,21 @@ def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, 
         free = shutil.disk_usage(next(each for each in (target, *target.parents) if each.exists())).free
         lines += [f"  {job.name}: {job.num_bytes / 1e9:.3f} GB" for job in jobs]
         lines.append(f"needs {(total + SPARE_BYTES) / 1e9:.3f} GB of disk, {free / 1e9:.3f} GB are free")
+    else:
+        plan, workers = {**conversion.plan, **identity}, conversion.options.workers
+        with progress_bar(f"writing {conversion.target.name}", total) as on_bytes:
+            write_files(jobs, conversion.target, plan=plan, workers=workers, on_bytes=on_bytes, complete=complete)
     return "\n".join([*lines, *carried])
+
+
+def _config(conversion: Conversion, config: Mapping[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
+    """config.json after the conversion, with the modules of matrices, or stacks of them, without scales. A stack and its biases are
+    parameters of the module of experts itself."""
+    names = {entry.name for entry in entries}
+    matrices = [entry.name for entry in entries if len(entry.shape) in (2, 3) and not entry.name.endswith(SCALE_SUFFIX)]
+    modules = [name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in matrices]
+    kept = list(dict.fromkeys(module for name, module in zip(matrices, modules, strict=True) if name + SCALE_SUFFIX not in names))
+    return hf_plan.config_for(config, conversion.dtype, conversion.scales, kept)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from moerl.convert.tensors.count_nonfinite import NONFINITE, NonFinite, count_nonfinite, report
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import bytes_of, header_of
-from moerl.convert.tensors.writing import DIGESTS, FileJob, Finished, OnBytes, Output, write_files
+from moerl.convert.tensors.writing import DIGESTS, FileJob, Finished, Output
 from moerl.models.hf_checkpoint import INDEX, by_size
 
 CARRIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.md", "*.tiktoken", "LICENSE*")
@@ -33,31 +33,17 @@ def hf_jobs(entries: Sequence[Entry], options: WriteOptions) -> list[FileJob]:
     return [_job(name, shard, options) for name, shard in zip(names, shards, strict=True)]
 
 
-def write_hf(
-    entries: Sequence[Entry],
-    target: Path,
-    *,
-    config: Mapping[str, Any],
-    carried_from: Path | None,
-    plan: Mapping[str, Any],
-    options: WriteOptions,
-    on_bytes: OnBytes,
-) -> list[Finished]:
-    """The folder `target`: `entries` as weights, `config` as config.json, tokenizer and generation settings of `carried_from`.
-
-    `plan`: plain values that identify source and settings, for a resumed run. Raises ConvertError.
-    """
-
-    def complete(directory: Path, finished: list[Finished]) -> None:
-        report(finished, options.nonfinite)
-        _write_index(directory, entries, finished)
-        for file in carried_files(carried_from):
-            shutil.copyfile(file, directory / file.name)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-    jobs = hf_jobs(entries, options)
-    plan = {**plan, "config": config}
-    return write_files(jobs, target, plan=plan, workers=options.workers, on_bytes=on_bytes, complete=complete)
+def complete_hf(
+    directory: Path, finished: Sequence[Finished], *, entries: Sequence[Entry], config: Mapping[str, Any], carried_from: Path | None,
+    nonfinite: NonFinite,
+) -> None:  # fmt: skip
+    """Files that make those of `hf_jobs` a folder: their index, `config` as config.json, tokenizer and generation settings of
+    `carried_from`. Raises ConvertError."""
+    report(finished, nonfinite)
+    _write_index(directory, entries, finished)
+    for file in carried_files(carried_from):
+        shutil.copyfile(file, directory / file.name)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def carried_files(directory: Path | None) -> list[Path]:
