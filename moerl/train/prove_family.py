@@ -53,7 +53,7 @@ def prove(hf: Mapping[str, Any]) -> Opened:
         _refuse_invisible(hf)
         small = tiny(hf)
         whole, of_small = declared_family(hf), declared_family(small)
-        found = Opened(fields=of_small.fields, rotary=of_small.rotary, rules=of_small.rules, served=_served(of_small.rules))
+        found = dataclasses.replace(of_small, served=_served(of_small.rules))
         remember(small, found)
         rules, distance = _compare(small, found)
     except CheckpointError as error:

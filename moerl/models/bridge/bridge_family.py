@@ -8,7 +8,6 @@ import functools
 import importlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 import megatron_patches
 from moerl.models.families.parts.family import Rule, Shard
 from moerl.models.families.parts.rope import rope_parameters
+from moerl.models.opened_families import Opened
 from moerl.types.errors import CheckpointError
 
 _FIELDS = (
@@ -52,18 +52,9 @@ _PLAIN = ("AutoMapping", "ColumnParallelMapping", "RowParallelMapping", "Replica
 """Mappings of one tensor to one parameter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BridgeFamily:
-    fields: dict[str, Any]
-    """Arguments of Megatron's configuration."""
-    rotary: dict[str, Any]
-    """Arguments of GPTModel."""
-    rules: tuple[Rule, ...]
-    """Also of parameters that this model does not have."""
-
-
-def declared_family(hf: Mapping[str, Any]) -> BridgeFamily:
-    """The family of a config.json. Raises CheckpointError naming what moerl does not build."""
+def declared_family(hf: Mapping[str, Any]) -> Opened:
+    """The family of a config.json, not proven; with rules also of parameters that this model does not have. Raises CheckpointError naming
+    what moerl does not build."""
     config = _as_before_transformers_5(hf)
     model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
     megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
@@ -75,7 +66,7 @@ def declared_family(hf: Mapping[str, Any]) -> BridgeFamily:
     fields = _fields(provider) | _layers(provider)
     if "q_lora_rank" in fields:  # Megatron-Bridge takes null for a field that is not there, and Megatron's default for it
         fields["q_lora_rank"] = hf.get("q_lora_rank")
-    return BridgeFamily(fields=fields, rotary=_rotary(provider), rules=tuple(_rules(bridge.mapping_registry().get_all_mappings())))
+    return Opened(fields=fields, rotary=_rotary(provider), rules=tuple(_rules(bridge.mapping_registry().get_all_mappings())))
 
 
 def _as_before_transformers_5(hf: Mapping[str, Any]) -> SimpleNamespace:
