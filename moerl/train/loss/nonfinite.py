@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import nn
 
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 
@@ -82,13 +82,9 @@ def _what(outputs: list[dict[str, Any]], chunks: Sequence[nn.Module]) -> str | N
         return "loss is not finite"
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if not _is_finite(parameter.main_grad):  # type: ignore[attr-defined]
+            if not torch.isfinite(parameter.main_grad).all():  # type: ignore[attr-defined]
                 return f"gradient of {name.removeprefix('module.')} is not finite"
     return None
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(torch.isfinite(values).all())
 
 
 def _gather(findings: list[NonFinite]) -> list[NonFinite]:
