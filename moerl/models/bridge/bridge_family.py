@@ -56,17 +56,22 @@ def declared_family(hf: Mapping[str, Any]) -> Opened:
     """The family of a config.json, not proven; with rules also of parameters that this model does not have. Raises CheckpointError naming
     what moerl does not build."""
     config = _as_before_transformers_5(hf)
-    model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
-    megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
-    bridge = model.get_model_bridge(
-        transformers.AutoModelForCausalLM._model_mapping[type(transformers.AutoConfig.for_model(hf["model_type"]))]
-    )
-    bridge.hf_config = config
+    bridge = model_bridge(hf["model_type"], config)
     provider = bridge.provider_bridge(SimpleNamespace(config=config))
     fields = _fields(provider) | _layers(provider)
     if "q_lora_rank" in fields:  # Megatron-Bridge takes null for a field that is not there, and Megatron's default for it
         fields["q_lora_rank"] = hf.get("q_lora_rank")
     return Opened(fields=fields, rotary=_rotary(provider), rules=tuple(_rules(bridge.mapping_registry().get_all_mappings())))
+
+
+def model_bridge(model_type: str, config: SimpleNamespace) -> Any:
+    """Megatron-Bridge's, of a model_type that transformers has; `config`: what it reads of config.json."""
+    model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
+    kind = type(transformers.AutoConfig.for_model(model_type))
+    bridge = model.get_model_bridge(transformers.AutoModelForCausalLM._model_mapping[kind])
+    bridge.hf_config = config
+    return bridge
 
 
 def _as_before_transformers_5(hf: Mapping[str, Any]) -> SimpleNamespace:

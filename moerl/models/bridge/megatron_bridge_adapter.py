@@ -4,7 +4,6 @@ Everything else is as with the native bridge: the model is Megatron's by the fam
 Its mappings know no padded vocabulary: what they read is padded before, and what they export is cut to the vocabulary.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,12 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from megatron.core import parallel_state
 from torch import Tensor
 
-import megatron_patches
 from moerl.models.bridge.adapter_bridge import AdapterBridge
+from moerl.models.bridge.bridge_family import model_bridge
 from moerl.models.hf_checkpoint import HFCheckpoint
 
 _OVER_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -29,11 +27,7 @@ class MegatronBridge(AdapterBridge):
     def _open(self) -> list[str]:
         config = SimpleNamespace(**json.loads((self._source / "config.json").read_text()))
         computed_as = self._family.served.computed_as
-        kind = transformers.AutoConfig.for_model(config.model_type if computed_as is None else computed_as)
-        model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
-        megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
-        self._bridge = model.get_model_bridge(transformers.AutoModelForCausalLM._model_mapping[type(kind)])
-        self._bridge.hf_config = config
+        self._bridge = model_bridge(config.model_type if computed_as is None else computed_as, config)
         with HFCheckpoint(self._source) as checkpoint:
             self._pretrained = _Source(state=_State(checkpoint.names()), config=config)
         self._tasks = self._bridge.build_conversion_tasks(self._pretrained, self._chunks)
