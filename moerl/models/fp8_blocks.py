@@ -24,12 +24,12 @@ _FLOAT16_PLACES = 0xBF80 - 2**16
 """Sign, the four lower bits of the exponent, the three upper bits of the fraction, as an int16."""
 
 
-def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Iterator[Tensor]:
-    """`rows` [R, C] that begin at a block, in float8; their `scales` [ceil(R / block), ceil(C / block)], float32. In parts, in order."""
+def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """`rows` [R, C] that begin at a block, in float8; their `scales` [ceil(R / BLOCK), ceil(C / BLOCK)], float32. In parts, in order."""
     columns = rows.shape[1]
-    for index, part in enumerate(rows.split(block)):
+    for index, part in enumerate(rows.split(BLOCK)):
         values, factor = _as_float32(part)
-        yield values.mul_((scales[index] * factor).repeat_interleave(block)[:columns]).to(dtype)
+        yield values.mul_((scales[index] * factor).repeat_interleave(BLOCK)[:columns]).to(dtype)
 
 
 def _as_float32(values: Tensor) -> tuple[Tensor, float]:
@@ -44,17 +44,10 @@ def _as_float32(values: Tensor) -> tuple[Tensor, float]:
     return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_FLOAT16_PLACES).view(torch.float16).to(torch.float32), 256.0
 
 
-def quantized(rows: Tensor, scale_format: ScaleFormat, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """(float8 [R, C], its scales float32 [ceil(R / block), ceil(C / block)]) of `rows` that begin at a block of the whole tensor."""
-    parts = [_quantized_blocks(part.float(), scale_format, block) for part in rows.split(block)]
-    return torch.cat([values for values, _ in parts]), torch.stack([scales for _, scales in parts])
-
-
-def _quantized_blocks(part: Tensor, scale_format: ScaleFormat, block: int) -> tuple[Tensor, Tensor]:
-    """Strips of at most `block` rows."""
-    amax = torch.stack([piece.abs().amax() for piece in part.split(block, dim=1)])
-    scales = scales_of(amax, scale_format)
-    return _rounded(part, scales.repeat_interleave(block)[: part.shape[1]]), scales
+def quantized(rows: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """(float8 [R, C], its scales float32 [ceil(R / BLOCK), ceil(C / BLOCK)]) of `rows` that begin at a block of the whole tensor."""
+    scales = scales_of(block_maxima(rows, (0, 0), tuple(rows.shape)), scale_format)
+    return quantized_box(rows, (0, 0), scales), scales
 
 
 def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
@@ -92,7 +85,7 @@ def _strips(box: Tensor, start: Sequence[int]) -> Iterator[tuple[int, Tensor, Te
 
 
 def _rounded(values: Tensor, scales: Tensor) -> Tensor:
-    """`values` in float32; `scales` of each of them, or of each column."""
+    """`values` in float32; `scales` of each column."""
     return (values / scales).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 

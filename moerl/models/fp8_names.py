@@ -16,5 +16,5 @@ def is_quantized_when_published(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and _LINEAR.fullmatch(name) is not None and _HIGH_PRECISION.fullmatch(name) is None
 
 
-def scale_shape(shape: tuple[int, ...], block: int = BLOCK) -> tuple[int, ...]:
-    return tuple(-(-size // block) for size in shape)
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-size // BLOCK) for size in shape)
