@@ -70,7 +70,7 @@ def block_maxima(box: Tensor, start: Sequence[int], shape: tuple[int, ...]) -> T
 
 def quantized_box(box: Tensor, start: Sequence[int], scales: Tensor) -> Tensor:
     """float8 [R, C] of `box` [R, C] at `start` in a tensor, by the `scales` of all its blocks."""
-    parts = [_rounded(strip.float(), scales[row][columns]) for row, columns, strip in _strips(box, start)]
+    parts = [(strip.float() / scales[row][columns]).clamp(-MAX, MAX).to(torch.float8_e4m3fn) for row, columns, strip in _strips(box, start)]
     return torch.cat(parts) if parts else box.to(torch.float8_e4m3fn)
 
 
@@ -82,11 +82,6 @@ def _strips(box: Tensor, start: Sequence[int]) -> Iterator[tuple[int, Tensor, Te
         end = min((first // BLOCK + 1) * BLOCK, stop)
         yield first // BLOCK, columns, box[first - start[0] : end - start[0]]
         first = end
-
-
-def _rounded(values: Tensor, scales: Tensor) -> Tensor:
-    """`values` in float32; `scales` of each column."""
-    return (values / scales).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 
 def round_up_to_power_of_two(scales: Tensor) -> Tensor:
