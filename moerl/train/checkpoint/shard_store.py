@@ -1,8 +1,7 @@
 """Save and load the state of an engine: a checkpoint of any layout and dtype loads into any other, each rank reading what it needs."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,7 @@ class ShardStore:
 
         `files`: sizes and digests that they should have. Returns the names of damaged ones, the same on all ranks; the engine is then of
         no use. Raises CheckpointError if something in them is not data (a checkpoint runs nothing) or not of this model."""
-        with _as_checkpoint_error(directory):
+        try:
             head, damaged = _read_head(directory, files)
             index = dcp.Metadata({}, storage_data={}) if damaged else _index(head[INDEX], files)
             shards = {name: entry for name, entry in files.items() if name not in HEAD}
@@ -63,6 +62,8 @@ class ShardStore:
             if not isinstance(common, dict):
                 raise CheckpointError(f"{COMMON} holds {type(common).__name__}, not settings")
             return self._load(common, read, weights_only=weights_only)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
 
     def _load(self, common: dict[str, Any], read: Callable[[Wanted], Found], *, weights_only: bool) -> list[str]:
         is_converted = common.get("weights_only", False)
@@ -149,11 +150,3 @@ def _data_alone(state: dict[str, Any]) -> dict[str, Any]:
         if "_extra_state" in name:
             check_extra_state(name, value)
     return state
-
-
-@contextmanager
-def _as_checkpoint_error(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
