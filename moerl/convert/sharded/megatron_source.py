@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf.hf_source import states_of
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
-from moerl.train.checkpoint.checkpoint_dirs import digest_of
+from moerl.train.checkpoint.checkpoint_dirs import INDEX, digest_of
 from moerl.train.checkpoint.checkpoint_pickles import read_index
 from moerl.types.errors import CheckpointError, ConvertError, can_be, problem
 from moerl.types.json_text import read_object
 
-_INDEX = ".metadata"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _OF_VERL = ("model/dist_ckpt", "dist_ckpt")
 
@@ -34,7 +33,7 @@ def megatron_folder(directory: Path) -> Path | None:
     places = [directory, *(directory / part for part in _OF_VERL)]
     if (newest := _newest(directory / _TRACKER)) is not None:
         places.insert(0, directory / newest)
-    return next((place for place in places if (place / _INDEX).is_file()), None)
+    return next((place for place in places if (place / INDEX).is_file()), None)
 
 
 def model_folder(folder: Path, files_from: Path | None) -> Path | None:
@@ -78,7 +77,7 @@ def tensors_of_index(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 def identity_of(folder: Path) -> Mapping[str, Any]:
     """Changes when the checkpoint does, as far as its index and the sizes and times of its shards show."""
-    return {_INDEX: digest_of(folder / _INDEX), **states_of(sorted(folder.glob("*.distcp")))}
+    return {INDEX: digest_of(folder / INDEX), **states_of(sorted(folder.glob("*.distcp")))}
 
 
 def _newest(tracker: Path) -> str | None:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+from moerl.train.checkpoint.checkpoint_dirs import INDEX
 from moerl.types.errors import CheckpointError
 
-_INDEX = ".metadata"
 _INDEX_CLASSES = (
     dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
     dcp.ChunkStorageMetadata, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
@@ -112,9 +112,9 @@ def read_index(directory: Path, *, file_bytes: Mapping[str, int] | None = None) 
     try:
         if file_bytes is None:
             file_bytes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
-        return index_of((directory / _INDEX).read_bytes(), file_bytes)
+        return index_of((directory / INDEX).read_bytes(), file_bytes)
     except (OSError, CheckpointError) as error:
-        raise CheckpointError(f"{directory / _INDEX} cannot be read as the index of a checkpoint: {why_refused(error)}") from error
+        raise CheckpointError(f"{directory / INDEX} cannot be read as the index of a checkpoint: {why_refused(error)}") from error
 
 
 def index_of(data: bytes, file_bytes: Mapping[str, int]) -> dcp.Metadata:

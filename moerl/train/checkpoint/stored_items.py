@@ -73,7 +73,7 @@ def contents_of(index: dcp.Metadata, names: Iterable[str], num_ranks: int) -> Co
         if place.relative_path not in found:
             raise CheckpointError(f"{key.fqn} lies in {place.relative_path}, which is no file of shards")
         found[place.relative_path].append((place.offset, place.length, key))
-    tensors = _tensors(index)
+    tensors = {name: held for name, held in index.state_dict_metadata.items() if isinstance(held, dcp.TensorStorageMetadata)}
     boxes = {(name, tuple(chunk.offsets)): chunk for name, held in tensors.items() for chunk in held.chunks}
     items: list[Item] = []
     files, turns, numbers = {}, [0] * num_ranks, defaultdict(list)
@@ -92,10 +92,6 @@ def contents_of(index: dcp.Metadata, names: Iterable[str], num_ranks: int) -> Co
         files[name] = range(first, len(items))
     shapes = {name: tuple(held.size) for name, held in tensors.items()}
     return Contents(files=files, items=items, readers=readers, shapes=shapes, numbers=numbers)
-
-
-def _tensors(index: dcp.Metadata) -> dict[str, dcp.TensorStorageMetadata]:
-    return {name: held for name, held in index.state_dict_metadata.items() if isinstance(held, dcp.TensorStorageMetadata)}
 
 
 def _tensor_item(
