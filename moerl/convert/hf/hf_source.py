@@ -6,11 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from moerl.config.rules.checkpoint_files import TWO_MODELS
 from moerl.convert.tensors.entry import Entry
-from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces, read_tensor
+from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces
 from moerl.models.hf_checkpoint import INDEX
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import ConvertError, Problem, can_be, problem
@@ -49,17 +47,9 @@ class HFSource:
         stored = self.tensors[name]
         return Entry(name=name, dtype=stored.dtype, shape=stored.shape, pieces=partial(read_pieces, stored))
 
-    def read(self, name: str) -> Tensor:
-        """Whole."""
-        return read_tensor(self.tensors[name])
-
-    @property
-    def files(self) -> list[Path]:
-        return list(dict.fromkeys(stored.file for stored in self.tensors.values()))
-
     def identity(self) -> dict[str, Any]:
         """Changes when a file of weights or config.json does, as far as sizes and times show."""
-        return states_of((*self.files, self.directory / "config.json"))
+        return states_of((*{stored.file: None for stored in self.tensors.values()}, self.directory / "config.json"))
 
 
 def states_of(files: Iterable[Path]) -> dict[str, Any]:
