@@ -1,6 +1,6 @@
 """Two checkpoints tensor by tensor: folders, FP8 by what its values mean, and checkpoints of runs by their Hugging Face names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,24 +17,19 @@ from moerl.types.errors import ConvertError, problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    name: str
-    what: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    differences: tuple[Difference, ...]
+    differences: Mapping[str, str]
+    """Name of a tensor -> what differs."""
     num_equal: int
     largest: float
-    """Mean of all absolute differences, those within the tolerance too."""
+    """Largest absolute difference of all, those within the tolerance too."""
 
     @property
     def is_equal(self) -> bool:
         return not self.differences
 
     def __str__(self) -> str:
-        lines = [f"{each.name}: {each.what}" for each in self.differences]
+        lines = [f"{name}: {what}" for name, what in self.differences.items()]
         total = f"{self.num_equal} tensors are equal, {len(self.differences)} differ; the largest difference is {self.largest:g}"
         return "\n".join([*lines, total])
 
@@ -50,15 +45,10 @@ def compared(left: Path, right: Path, *, tolerance: float) -> Comparison:
     if problems:
         raise ConvertError(problems)
     a, b = sides
-    differences, num_equal, largest = [], 0, 0.0
-    for name in (*a, *(name for name in b if name not in a)):
-        difference, distance = _difference(a.get(name), b.get(name), tolerance)
-        largest = max(largest, distance)
-        if difference is None:
-            num_equal += 1
-        else:
-            differences.append(Difference(name=name, what=difference))
-    return Comparison(differences=tuple(differences), num_equal=num_equal, largest=largest)
+    found = {name: _difference(a.get(name), b.get(name), tolerance) for name in (*a, *(name for name in b if name not in a))}
+    differences = {name: what for name, (what, _) in found.items() if what is not None}
+    largest = max((distance for _, distance in found.values()), default=0.0)
+    return Comparison(differences=differences, num_equal=len(found) - len(differences), largest=largest)
 
 
 def _entries(path: Path) -> list[Entry]:

@@ -281,7 +281,7 @@ def test_different_integers_differ_and_tensors_without_elements_compare(tmp_path
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
     assert compared(tmp_path / "a", tmp_path / "a", tolerance=0.0).is_equal
     comparison = compared(tmp_path / "a", tmp_path / "b", tolerance=0.0)
-    assert [(each.name, each.what) for each in comparison.differences] == [("packed", "largest difference 1")]
+    assert comparison.differences == {"packed": "largest difference 1"}
     assert comparison.num_equal == 1
 
 
