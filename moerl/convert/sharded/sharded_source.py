@@ -75,7 +75,7 @@ class ShardedSource:
 
     def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
         """Whole, or what it has at `place` on its leading axes."""
-        held, leading = self.tensors()[key], len(place)
+        held, leading = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[key]), len(place)
         result = torch.empty(tuple(held.size)[leading:], dtype=held.properties.dtype)
         for chunk in self._chunks_at(key, leading)[place]:
             inside = tuple(at - begin for at, begin in zip(place, chunk.offsets, strict=False))
