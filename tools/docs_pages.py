@@ -1,5 +1,6 @@
 """Pages that code writes, as a hook of MkDocs: settings from the schema, commands from the command line. Nothing of them is committed."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -8,13 +9,45 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from moerl.__main__ import app
-from moerl.config.reference import reference_page
+from moerl.config.reference import ReferenceEntry, parent_of, settings
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for path, content in (("settings.md", reference_page()), ("commands.md", commands_page())):
+    for path, content in (("settings.md", settings_page()), ("commands.md", commands_page())):
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def settings_page() -> str:
+    """Every setting as Markdown, a heading for each section."""
+    intro = (
+        "# Settings\n\nEvery setting of a run, from the schema (`moerl/config/schema`). `moerl explain KEY` prints what stands here, "
+        "`moerl check` the values that a run has. NAME stands for a name of your choice.\n"
+    )
+    parts = [intro, "\n## The run\n\n", *(_item(setting) for setting in settings() if not parent_of(setting.path))]
+    for section in settings():
+        fields = [setting for setting in settings() if parent_of(setting.path) == section.path]
+        if fields:
+            parts.append(f"\n## {section.path} {{ #{section.path} }}\n\n")
+            parts += [*(f"{_escaped(line)}\n\n" for line in section.lines), *map(_item, fields)]
+    return "".join(parts)
+
+
+def _item(setting: ReferenceEntry) -> str:
+    """An entry of a definition list; one that is a section of its own leads there."""
+    name = f"[`{setting.path}`](#{setting.path})" if setting.is_section and _has_fields(setting.path) else f"`{setting.path}`"
+    first, *further = map(_escaped, setting.lines)
+    return "".join([f"{name}\n:   {first}\n\n", *(f"    {line}\n\n" for line in further)])
+
+
+def _has_fields(path: str) -> bool:
+    return any(parent_of(setting.path) == path for setting in settings())
+
+
+def _escaped(text: str) -> str:
+    """Markdown that shows the text as it is, but for code in backticks."""
+    parts: list[str] = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]{}|])", r"\\\1", part) for part in parts)
 
 
 def commands_page() -> str:

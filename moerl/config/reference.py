@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -37,24 +37,9 @@ def explanation(key: str) -> str:
     found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path), key)]
     if key and not found:
         raise ConfigError([_unknown(key)])
-    fields = [setting for setting in settings() if re.fullmatch(_pattern(_parent(setting.path)), key)]
+    fields = [setting for setting in settings() if re.fullmatch(_pattern(parent_of(setting.path)), key)]
     blocks = [*found, *(field for field in fields if field not in found)]
     return "".join("\n".join([block.path, *(f"    {line}" for line in block.lines)]) + "\n" for block in blocks)
-
-
-def reference_page() -> str:
-    """Every setting as Markdown, a heading for each section."""
-    intro = (
-        "# Settings\n\nEvery setting of a run, from the schema (`moerl/config/schema`). `moerl explain KEY` prints what stands here, "
-        "`moerl check` the values that a run has. NAME stands for a name of your choice.\n"
-    )
-    parts = [intro, "\n## The run\n\n", *(_item(setting) for setting in settings() if not _parent(setting.path))]
-    for section in settings():
-        fields = [setting for setting in settings() if _parent(setting.path) == section.path]
-        if fields:
-            parts.append(f"\n## {section.path} {{ #{section.path} }}\n\n")
-            parts += [*(f"{_escaped(line)}\n\n" for line in section.lines), *map(_item, fields)]
-    return "".join(parts)
 
 
 @cache
@@ -114,7 +99,7 @@ def _unknown(key: str) -> Problem:
         return problem("KEY", key, "is not a setting", *LEFT_OUT[key])
     paths = [setting.path for setting in settings()]
     parent = next(start for start in _parents(key) if not start or start in paths)
-    beside = [path for path in paths if _parent(path) == parent]
+    beside = [path for path in paths if parent_of(path) == parent]
     same_name = [path for path in paths if path.rpartition(".")[2] == key.rpartition(".")[2]]
     near = list(dict.fromkeys([*difflib.get_close_matches(key, beside, n=1), *same_name[:3], *difflib.get_close_matches(key, paths, n=1)]))
     has = f"{parent if parent else 'a run'} has {', '.join(path.rpartition('.')[2] for path in beside)}"
@@ -123,31 +108,15 @@ def _unknown(key: str) -> Problem:
 
 def _parents(path: str) -> Iterator[str]:
     while path:
-        path = _parent(path)
+        path = parent_of(path)
         yield path
 
 
-def _parent(path: str) -> str:
+def parent_of(path: str) -> str:
+    """Path of the section that has it; empty: the run."""
     return path.rpartition(".")[0]
 
 
 def _pattern(path: str) -> str:
     """A regular expression for the path, and for what a user wrote in place of NAME."""
     return re.escape(path).replace("NAME", r"[^.]+")
-
-
-def _item(setting: ReferenceEntry) -> str:
-    """An entry of a definition list; one that is a section of its own leads there."""
-    name = f"[`{setting.path}`](#{setting.path})" if setting.is_section and _has_fields(setting.path) else f"`{setting.path}`"
-    first, *further = map(_escaped, setting.lines)
-    return "".join([f"{name}\n:   {first}\n\n", *(f"    {line}\n\n" for line in further)])
-
-
-def _has_fields(path: str) -> bool:
-    return any(_parent(setting.path) == path for setting in settings())
-
-
-def _escaped(text: str) -> str:
-    """Markdown that shows the text as it is, but for code in backticks."""
-    parts: Sequence[str] = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]{}|])", r"\\\1", part) for part in parts)

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+from docs_pages import settings_page
 
 from moerl.config.load import load, to_plain
-from moerl.config.reference import explanation, reference_page, settings
+from moerl.config.reference import explanation, settings
 from moerl.types.errors import ConfigError
 
 
@@ -25,7 +26,7 @@ def test_every_setting_of_a_run_is_explained(recipe):
 
 
 def test_the_page_holds_what_the_terminal_prints():
-    page = reference_page().replace("\\", "")
+    page = settings_page().replace("\\", "")
     for setting in settings():
         text = explanation(setting.path)
         for line in setting.lines:
