@@ -2,14 +2,13 @@
 
     python tools/slurm_scripts.py
 
-A test holds the files equal to this. They use .venv of the directory they are submitted from.
+A test holds the files equal to this. They use .venv of the directory they are submitted from. Only convert.sbatch is written by hand.
 """
 
 from pathlib import Path
 
 from moerl.config.load import load
-from moerl.config.schema.job_config import SlurmConfig
-from moerl.slurm.job_script import render_convert, render_eval, render_train
+from moerl.slurm.job_script import render_eval, render_train
 
 TRAIN = {
     "grpo_deepseek": ["recipe=grpo-deepseek-v3-32n8g-sync"],
@@ -38,7 +37,6 @@ def scripts() -> dict[str, str]:
     rendered = {name: render_train(load(overrides), overrides) for name, overrides in train.items()}
     words = [*EVAL, PYTHON]
     rendered["eval"] = render_eval(load(words), words)
-    rendered["convert"] = render_convert(SlurmConfig(python=".venv/bin/python"))
     return {f"{name}.sbatch": text for name, text in rendered.items()}
 
 

@@ -119,57 +119,32 @@ def _render_job(
     config_dir = None if config_dir is None else config_dir.resolve()
     options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir))}"])]
     paths = [path for path in (config_dir, *needed.values()) if path is not None and path.is_absolute()]
-    return _render(
-        slurm,
+    words = [*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)]
+    exported = f"--export={','.join([*INHERITED, *slurm.pass_environment])}"
+    own = {"GPUS_PER_NODE"} if slurm.gpus_per_node else set()
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(_TEMPLATE.read_text()).render(
         title=f"{title}: {nodes} nodes with {each}",
         arguments=arguments,
         comment=f"One process per node. Together they make the job's Ray cluster; the first {does}.",
-        directives=[f"--job-name={name}", *_resources(slurm, nodes), *again],
+        directives=[f"--job-name={name}", *_resources(slurm, nodes), *again, exported, "--output=%x-%j.out"],
+        exports=[f"{name}={shlex.quote(value)}" for name, value in slurm.environment.items()],
+        foreign=f"SLURM_{{{','.join(name for name in _OPTIONS if name not in own)}}}",
         requeue_code=ExitCode.QUEUE_AGAIN,
-        command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
+        command=words,
     )
+
+
+def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:
+    yield from (f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--mem=0")
+    for name in ("gpus_per_node", "partition", "account", "qos", "time", "segment", "switches", "constraint", "exclude"):
+        if (value := getattr(slurm, name)) not in (None, 0):
+            yield f"--{name.replace('_', '-')}={value}"
 
 
 def _outside(setting: str, path: Path) -> Problem:
     reason = "a container has the directory of submission and absolute paths: what is beside that would be lost, or not found"
     return problem(setting, str(path), "must be absolute, or below the directory of submission", reason, f"{setting}={path.resolve()}")
-
-
-def render_convert(slurm: SlurmConfig) -> str:
-    """The script of a conversion: `sbatch SCRIPT SRC DST ...`, on one node."""
-    return _render(
-        slurm,
-        title="moerl convert, on one node without GPUs",
-        arguments="SRC DST [OPTION]...",
-        comment="It goes on where it was interrupted.",
-        directives=["--job-name=moerl-convert", "--nodes=1", "--ntasks=1", "--exclusive", "--mem=0", *_wishes(slurm), "--requeue"],
-        requeue_code=None,
-        command=["--export=ALL", "--cpu-bind=none", *_container(slurm, []), _python(slurm), "-m moerl convert"],
-    )
-
-
-def _render(slurm: SlurmConfig, *, directives: list[str], **words: object) -> str:
-    exported = f"--export={','.join([*INHERITED, *slurm.pass_environment])}"
-    exports = [f"{name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
-    own = {"GPUS_PER_NODE"} if any(line.startswith("--gpus-per-node=") for line in directives) else set()
-    foreign = f"SLURM_{{{','.join(name for name in _OPTIONS if name not in own)}}}"
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    template = environment.from_string(_TEMPLATE.read_text())
-    return template.render(directives=[*directives, exported, "--output=%x-%j.out"], exports=exports, foreign=foreign, **words)
-
-
-def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:
-    yield from (f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--mem=0")
-    if slurm.gpus_per_node:
-        yield f"--gpus-per-node={slurm.gpus_per_node}"
-    yield from _wishes(slurm)
-
-
-def _wishes(slurm: SlurmConfig) -> Iterator[str]:
-    for name in ("partition", "account", "qos", "time", "segment", "switches", "constraint", "exclude"):
-        value = getattr(slurm, name)
-        if value is not None:
-            yield f"--{name}={value}"
 
 
 def _python(slurm: SlurmConfig) -> str:
