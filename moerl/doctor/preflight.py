@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from moerl.doctor.checks.bandwidth_checks import Bandwidth
 from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.checks.findings import Finding, Verdict
 from moerl.doctor.head import Diagnosis, diagnose
-from moerl.doctor.reach_nodes import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
+from moerl.doctor.reach_nodes import join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
 from moerl.types.errors import MoerlError
 from moerl.types.exit_codes import ExitCode
 
@@ -137,7 +136,11 @@ def examine_nodes(expected: Expectations, *, seconds: float, measures: bool) -> 
     if slurm is not None and slurm.index > 0:
         join_slurm(slurm, expected, seconds)
         return None
-    with _launched(address, slurm, expected, seconds) as launched:
+    if address is not None:
+        launching = on_ray(address, expected, seconds)
+    else:
+        launching = on_this_machine(expected, seconds) if slurm is None else on_slurm(slurm, expected, seconds)
+    with launching as launched:
         return diagnose(launched, expected, seconds=seconds, measures=measures)
 
 
@@ -155,9 +158,3 @@ def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) ->
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(as_json(diagnosis, exit_code=exit_code))
     return exit_code
-
-
-def _launched(address: str | None, slurm: Slurm | None, expected: Expectations, seconds: float) -> AbstractContextManager[Launched]:
-    if address is not None:
-        return on_ray(address, expected, seconds)
-    return on_this_machine(expected, seconds) if slurm is None else on_slurm(slurm, expected, seconds)

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moerl.cluster.run_secret import RunSecret
@@ -67,13 +67,9 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
 @contextmanager
 def on_this_machine(expected: Expectations, seconds: float) -> Iterator[Launched]:
     """One node, this one."""
-    name = socket.gethostname()
-    with _open_store("127.0.0.1", seconds) as store:
-        place = NodePlace(
-            index=0, name=name, host=store.host, port=store.port, secret=store.secret.key, num_nodes=1, expected=expected, seconds=seconds
-        )
-        with _own_node(place) as dead:
-            yield Launched(store=store, names=(name,), dead=dead)
+    names = (socket.gethostname(),)
+    with _open_store("127.0.0.1", seconds) as store, _own_node(_place(store, 0, names, expected, seconds)) as dead:
+        yield Launched(store=store, names=names, dead=dead)
 
 
 @contextmanager
@@ -89,12 +85,8 @@ def on_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> Iterator[L
             os.replace(written.name, file)
         except OSError as error:
             raise MoerlError(f"{slurm.names[0]}: the run folder cannot be written: {error}; choose another output_dir=") from error
-        place = NodePlace(
-            index=0, name=slurm.names[0], host=hosts[0], port=store.port, secret=store.secret.key, num_nodes=len(slurm.names),
-            expected=expected, seconds=seconds,
-        )  # fmt: skip
         try:
-            with _own_node(place) as dead:
+            with _own_node(replace(_place(store, 0, slurm.names, expected, seconds), host=hosts[0])) as dead:
                 yield Launched(store=store, names=slurm.names, dead=dead)
         finally:
             file.unlink(missing_ok=True)
@@ -137,13 +129,9 @@ def on_ray(address: str, expected: Expectations, seconds: float) -> Iterator[Lau
         names = _names([node["NodeName"] for node in alive])
         with _open_store(ray.util.get_node_ip_address(), seconds) as store:
             task, running = ray.remote(max_retries=0)(examine), []
-            for index, (name, node) in enumerate(zip(names, alive, strict=True)):
-                place = NodePlace(
-                    index=index, name=name, host=store.host, port=store.port, secret=store.secret.key, num_nodes=len(alive),
-                    expected=expected, seconds=seconds,
-                )  # fmt: skip
+            for index, node in enumerate(alive):
                 options = {"num_cpus": 0, "num_gpus": node["Resources"].get("GPU", 0), "scheduling_strategy": only_on(node["NodeID"])}
-                running.append(task.options(**options).remote(place))
+                running.append(task.options(**options).remote(_place(store, index, names, expected, seconds)))
 
             def dead() -> dict[int, str]:
                 ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
@@ -161,13 +149,15 @@ def on_ray(address: str, expected: Expectations, seconds: float) -> Iterator[Lau
         ray.shutdown()
 
 
-@contextmanager
-def _open_store(host: str, seconds: float) -> Iterator[SecretStore]:
-    store = SecretStore.open(host, RunSecret.new(), seconds)
-    try:
-        yield store
-    finally:
-        store.close()
+def _open_store(host: str, seconds: float) -> closing[SecretStore]:
+    return closing(SecretStore.open(host, RunSecret.new(), seconds))
+
+
+def _place(store: SecretStore, index: int, names: Sequence[str], expected: Expectations, seconds: float) -> NodePlace:
+    return NodePlace(
+        index=index, name=names[index], host=store.host, port=store.port, secret=store.secret.key, num_nodes=len(names), expected=expected,
+        seconds=seconds,
+    )  # fmt: skip
 
 
 def _names(given: list[str]) -> tuple[str, ...]:
