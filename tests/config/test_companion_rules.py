@@ -12,9 +12,8 @@ import pytest
 from moerl.check import load_checked
 from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts, without_companions
 from moerl.config.derive.gpu_map import gpu_map
-from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.load import load
-from moerl.config.rules.companion_rules import source_problems
+from moerl.config.rules.companion_rules import source_problems, tokenizer_difference
 from moerl.config.schema.companion_config import DistillationConfig, TeacherConfig
 from moerl.scratch_model import write_scratch_model
 from moerl.types.errors import ConfigError

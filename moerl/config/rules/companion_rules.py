@@ -4,9 +4,9 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
-from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.facts import Facts, Rule, facts_of
 from moerl.config.rules.fp8_rules import fp8_problems
@@ -18,6 +18,7 @@ from moerl.config.schema.companion_config import CriticConfig, DistillationConfi
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
+from moerl.types.json_text import read_object
 
 
 def companion_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -158,3 +159,36 @@ def source_problems(distillation: DistillationConfig, sources: Collection[str]) 
         reason = f"rows have data_source {', '.join(left)} too, from which nothing would be learned"
         fix = "a teacher without data_sources, distillation.shown, or distillation.trains_rewards=true"
         yield problem("distillation.teachers", sorted(distillation.teachers), "must teach all sources", reason, fix)
+
+
+_BINARY = ("tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json")
+"""Files of tokenizers without a tokenizer.json."""
+
+
+def tokenizer_difference(ours: Path, theirs: Path) -> str | None:
+    """Difference between the tokens of two checkpoints' folders, as text for people; None: there is none. Raises OSError and ValueError
+    for a file that cannot be read."""
+    files = [folder / "tokenizer.json" for folder in (ours, theirs)]
+    if all(file.is_file() for file in files):
+        numbers, others = (_numbers(file) for file in files)
+        wrong = sorted(token for token in numbers if others.get(token) != numbers[token])
+        if not wrong:
+            return None
+        token = wrong[0]
+        number = f"has number {others[token]}" if token in others else "is unknown"
+        return f"{len(wrong)} of {len(numbers)} tokens differ; {token!r} has number {numbers[token]} in {ours}, and {number} in {theirs}"
+    own, other = ({name: (folder / name).read_bytes() for name in _BINARY if (folder / name).is_file()} for folder in (ours, theirs))
+    if own and own == other:
+        return None
+    return f"{ours} has {', '.join(own) or 'no tokenizer.json'}, and {theirs} {', '.join(other) or 'another'}"
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Token -> number. The vocabulary is a table, or a list of (token, score) in the order of the numbers."""
+    tokenizer = read_object(file)
+    try:
+        vocab: Any = tokenizer["model"]["vocab"]
+        numbers = dict(vocab) if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+        return numbers | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: is no tokenizer of the library tokenizers: {error!r}") from error
