@@ -1,6 +1,9 @@
-"""RDMA adapters by ibv_devinfo or the kernel, and whether these read GPU memory without the host. Parsing is pure."""
+"""RDMA adapters by ibv_devinfo or the kernel: their ports, whether these read GPU memory without the host (GPUDirect), whether GPUs ring
+their doorbell (IBGDA), and whether switches sum for them (SHARP). Parsing is pure."""
 
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -99,3 +102,79 @@ def find_gpudirect(root: Path = Path("/")) -> GPUDirect | Absent:
     if "Open Kernel Module" in driver.read_text() and release and (int(release[1]), int(release[2])) >= (5, 12):
         return "dma-buf"
     return Absent(reason="nvidia_peermem is not loaded, and dma-buf needs the open kernel modules and Linux 5.12", is_fault=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doorbell:
+    """By what an adapter may hear of work that a GPU has for it: sends of IBGDA, which DeepEP asks of NVSHMEM between nodes.
+
+    Held against NVSHMEM (src/modules/transport/ibgda/ibgda.cpp, src/host/transport/transport.cpp), whose 3.4.5 is in every lock, and
+    against DeepEP 29d31c0 (deep_ep/buffer.py), which sets NVSHMEM_IB_ENABLE_IBGDA, queue pairs and their depth itself, over what is there.
+    """
+
+    maps_peers: bool
+    """The driver was loaded with PeerMappingOverride=1, so that GPUs can map the adapter's registers."""
+    has_gdrdrv: bool
+    """GDRCopy's kernel module is loaded: a thread of the CPU sees the GPU's words, and rings."""
+
+
+def find_doorbell(root: Path = Path("/")) -> Doorbell:
+    """`root`: of the file system, for tests. The module's parameter in /sys is empty though it is set."""
+    try:
+        options = (root / "proc/driver/nvidia/params").read_text()
+    except OSError:
+        options = ""
+    words = next((line for line in options.splitlines() if line.startswith("RegistryDwords:")), "")
+    has_gdrdrv = (root / "dev/gdrdrv").exists()
+    return Doorbell(maps_peers="PeerMappingOverride=1" in words.replace(" ", ""), has_gdrdrv=has_gdrdrv)
+
+
+def handler_reason(doorbell: Doorbell) -> str:
+    """Outcome of NVSHMEM_IBGDA_NIC_HANDLER=auto, which tries."""
+    if doorbell.maps_peers:
+        return "PeerMappingOverride=1: GPUs ring the adapter's doorbell"
+    by = "GDRCopy" if doorbell.has_gdrdrv else "host memory, as GDRCopy's gdrdrv is not loaded either"
+    return f"no PeerMappingOverride=1: unless the driver maps the doorbell all the same, a thread of the CPU rings it by way of {by}"
+
+
+def prefix_of(ports: Sequence[Port]) -> str | None:
+    """NVSHMEM_HCA_PREFIX: NVSHMEM leaves out adapters whose names have it nowhere, mlx5 if nothing is set. None: not needed, or the
+    names have no letters in common."""
+    if all("mlx5" in port.adapter for port in ports):
+        return None
+    letters = {re.split("[^a-z]", port.adapter)[0] for port in ports} - {""}
+    return letters.pop() if len(letters) == 1 else None
+
+
+_LOAD = """
+import ctypes, sys
+said = []
+for name in sys.argv[1:]:
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        said.append(str(error))
+        continue
+    print("loaded", name, *[version for version in range(12, 5, -1) if hasattr(library, f"ncclCollNetPlugin_v{version}")])
+    break
+else:
+    print("failed", *said, sep="; ")
+"""
+
+
+def find_sharp(environment: Mapping[str, str]) -> str | Absent:
+    """A network plugin with CollNet, by which NCCL has sums made in switches, and its version, for people. `environment`: of a process that
+    will load NCCL, which looks for it as the loader does (src/plugin/plugin_open.cc), and takes one without CollNet too. Whether the fabric
+    has an aggregation manager, and flows to spare, is not seen on a node; without, all ranks go without (src/transport.cc).
+    """
+    asked = environment.get("NCCL_NET_PLUGIN", "")
+    names = [name for each in asked.split(",") if each for name in (each, f"libnccl-net-{each}.so")] if asked else ["libnccl-net.so"]
+    said = run_tool(sys.executable, "-S", "-c", _LOAD, *names)
+    if isinstance(said, Absent):
+        return Absent(reason=f"NCCL's network plugin cannot be loaded: {said.reason}")
+    loaded = re.match(r"loaded (\S+) ?(\d+)?", said)
+    if loaded is None:
+        return Absent(reason=f"no network plugin for NCCL: {said.removeprefix('failed; ').strip()}")
+    if loaded[2] is None:
+        return Absent(reason=f"{loaded[1]} has no CollNet, which SHARP comes by")
+    return f"{loaded[1]} with CollNet v{loaded[2]}"

@@ -18,10 +18,18 @@ import psutil
 from moerl.config.derive.rdma import SHARP
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hardware.hardware_tools import Absent, present
-from moerl.hardware.ibgda import Doorbell, find_doorbell, handler_reason, prefix_of
-from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.hardware.infiniband import (
+    Doorbell,
+    GPUDirect,
+    Port,
+    find_doorbell,
+    find_gpudirect,
+    find_ports,
+    find_sharp,
+    handler_reason,
+    prefix_of,
+)
 from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
-from moerl.hardware.sharp import find_sharp
 from moerl.types.errors import ConfigError, problem
 
 Role = Literal["train", "rollout"]

@@ -28,8 +28,8 @@ from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hangs.watched import ProcessId
-from moerl.hardware.cpu_binding import bind_near
 from moerl.hardware.network_settings import find_settings, variables
+from moerl.hardware.nvidia import bind_near
 from moerl.train.batching.micro_batch_plan import MicroBatchPlanner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards

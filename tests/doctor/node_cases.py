@@ -6,8 +6,7 @@ from pathlib import Path
 from moerl.doctor.checks.host_checks import GIB
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.hardware.hardware_tools import Absent
-from moerl.hardware.ibgda import Doorbell
-from moerl.hardware.infiniband import parse_ports
+from moerl.hardware.infiniband import Doorbell, parse_ports
 from moerl.hardware.nvidia import parse_gpus, parse_links, parse_topology
 
 OUTPUTS = Path(__file__).parent / "outputs"

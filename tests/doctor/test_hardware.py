@@ -7,10 +7,9 @@ import pytest
 from node_cases import OUTPUTS, output
 
 from moerl.hardware import cpu_binding
-from moerl.hardware.cpu_binding import near
 from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.hardware.infiniband import find_gpudirect, find_ports, parse_ports
-from moerl.hardware.nvidia import Topology, find_gpus, find_links, find_topology, parse_gpus, parse_links, parse_topology, slowdowns
+from moerl.hardware.nvidia import Topology, find_gpus, find_links, find_topology, near, parse_gpus, parse_links, parse_topology, slowdowns
 
 
 def test_gpus_of_a_node_are_read_with_clocks_ecc_and_fabric():

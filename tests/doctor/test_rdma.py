@@ -13,10 +13,8 @@ from moerl.config.schema.run_config import NetworkConfig
 from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.checks.rdma_checks import rdma_checks
 from moerl.hardware.hardware_tools import Absent
-from moerl.hardware.ibgda import Doorbell, find_doorbell
-from moerl.hardware.infiniband import parse_ports
+from moerl.hardware.infiniband import Doorbell, find_doorbell, find_sharp, parse_ports
 from moerl.hardware.network_settings import network_settings, variables
-from moerl.hardware.sharp import find_sharp
 from moerl.types.errors import ConfigError
 
 PLUGIN = "libnccl-net.so with CollNet v11"

@@ -7,7 +7,7 @@ from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.hardware.hardware_tools import Absent, present
-from moerl.hardware.ibgda import handler_reason
+from moerl.hardware.infiniband import handler_reason
 from moerl.hardware.network_settings import fabric_ports
 from moerl.hardware.rails import cards, rails_of
 
