@@ -17,18 +17,9 @@ import psutil
 
 from moerl.config.derive.rdma import SHARP
 from moerl.config.schema.run_config import NetworkConfig
+from moerl.hardware import infiniband
 from moerl.hardware.hardware_tools import Absent, present
-from moerl.hardware.infiniband import (
-    Doorbell,
-    GPUDirect,
-    Port,
-    find_doorbell,
-    find_gpudirect,
-    find_ports,
-    find_sharp,
-    handler_reason,
-    prefix_of,
-)
+from moerl.hardware.infiniband import Doorbell, GPUDirect, Port
 from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
 from moerl.types.errors import ConfigError, problem
 
@@ -64,16 +55,16 @@ class Setting:
 
 
 def find_hardware() -> Hardware:
-    ports = find_ports()
+    ports = infiniband.find_ports()
     has_infiniband = any(port.is_active and port.link_layer == "InfiniBand" for port in present(ports))
     return Hardware(
         gpus=find_gpus(),
         topology=find_topology(),
         ports=ports,
-        gpudirect=find_gpudirect(),
+        gpudirect=infiniband.find_gpudirect(),
         interfaces=find_interfaces(),
-        doorbell=find_doorbell(),
-        sharp=find_sharp(os.environ) if has_infiniband else Absent(reason="no active InfiniBand port"),
+        doorbell=infiniband.find_doorbell(),
+        sharp=infiniband.find_sharp(os.environ) if has_infiniband else Absent(reason="no active InfiniBand port"),
     )
 
 
@@ -271,13 +262,13 @@ def _ibgda(hardware: Hardware, config: NetworkConfig, reached_at: str | None) ->
     listed = ",".join(port.name for port in ports) if ports else None
     reason = "the ports of NCCL_IB_HCA, of which each GPU takes the nearest" if ports else _without_infiniband(hardware.ports)
     yield Setting("NVSHMEM_HCA_LIST", listed, reason)
-    if prefix := prefix_of(ports):
+    if prefix := infiniband.prefix_of(ports):
         yield Setting("NVSHMEM_HCA_PREFIX", prefix, "NVSHMEM leaves out adapters that are not called mlx5, unless it is told")
     if (interface := _interface(hardware, config, reached_at)) is not None:
         yield Setting(
             "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", f"={interface}", "the interface of NCCL_SOCKET_IFNAME, over which its processes meet"
         )
-    yield Setting("NVSHMEM_IBGDA_NIC_HANDLER", None, handler_reason(hardware.doorbell))
+    yield Setting("NVSHMEM_IBGDA_NIC_HANDLER", None, infiniband.handler_reason(hardware.doorbell))
 
 
 def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> str | None:
