@@ -180,12 +180,7 @@ class WeightSender:
             raise
 
     def _disconnect(self) -> None:
-        if self._network is not None:
-            self._network.close()
-        if self._relay is not None:
-            self._relay.close()
-        if self._lender is not None:
-            self._lender.close()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        for side in (self._network, self._relay, self._lender, self._rendezvous):
+            if side is not None:
+                side.close()
         self._network, self._relay, self._lender, self._rendezvous = None, None, None, None

@@ -202,6 +202,4 @@ def readers(tensor: PlannedTensor, rollout: RolloutLayout, num_experts: int) -> 
 
 
 def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
+    return np.bincount(index, weights=values, minlength=size).astype(np.int64)  # exact: sums stay below 2**53

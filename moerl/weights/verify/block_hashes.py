@@ -24,20 +24,21 @@ _SCRAMBLE_AT, _LAST_AT, _MERGE_AT = 128, 121, (11, 117)
 """Bytes of the secret where the words for scrambling, for the last stripe and for the two halves of the result begin."""
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The low 64 bits, as PyTorch's integers have them."""
     return (value & (2**64 - 1)) - (2**64 if value >> 63 & 1 else 0)
 
 
 def _words(start: int, count: int) -> list[int]:
-    return [_signed(int.from_bytes(_SECRET[start + 8 * n : start + 8 * n + 8], "little")) for n in range(count)]
+    return [signed(int.from_bytes(_SECRET[start + 8 * n : start + 8 * n + 8], "little")) for n in range(count)]
 
 
 def starts(num_bytes: int) -> tuple[int, int]:
     """Beginnings of the two halves of the result."""
-    return _signed(num_bytes * _P64[0]), _signed(~(num_bytes * _P64[1]))
+    return signed(num_bytes * _P64[0]), signed(~(num_bytes * _P64[1]))
 
 
-INITIAL = [_signed(each) for each in (_P32[2], _P64[0], _P64[1], _P64[2], _P64[3], _P32[1], _P64[4], _P32[0])]
+INITIAL = [signed(each) for each in (_P32[2], _P64[0], _P64[1], _P64[2], _P64[3], _P32[1], _P64[4], _P32[0])]
 
 
 def block_hashes(blocks: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 import xxhash
 
-from moerl.weights.verify.block_hashes import block_hashes
+from moerl.weights.verify.block_hashes import block_hashes, signed
 
 BLOCK_BYTES = 64 * 1024
 _GRAIN = 1024
@@ -34,7 +34,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def digest_halves(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [2] where the tensor is: its digest. A GPU is not waited for."""
     if tensor.device.type == "cpu":
-        return torch.tensor([_signed(half) for half in _halves_on_host(tensor_bytes(tensor))])
+        return torch.tensor([signed(half) for half in _halves_on_host(tensor_bytes(tensor))])
     return halves_on_device(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
@@ -81,9 +81,3 @@ def _halves_on_host(data: torch.Tensor) -> tuple[int, int]:
 
 def _hex(low: int, high: int) -> str:
     return f"{high & _MASK:016x}{low & _MASK:016x}"
-
-
-def _signed(value: int) -> int:
-    """The low 64 bits, as PyTorch's integers have them."""
-    low = value & _MASK
-    return low - 2**64 if low >> 63 else low
