@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from node_cases import OUTPUTS, output
 
-from moerl.hardware import cpu_binding
+from moerl.hardware import nvidia
 from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.hardware.infiniband import find_gpudirect, find_ports, parse_ports
 from moerl.hardware.nvidia import Topology, find_gpus, find_links, find_topology, near, parse_gpus, parse_links, parse_topology, slowdowns
@@ -246,9 +246,9 @@ def test_a_rank_runs_anywhere_where_that_is_not_known(topology, gpus, reason):
 def test_a_process_is_bound_and_what_it_starts_with_it(monkeypatch):
     own = os.sched_getaffinity(0)
     first = min(own)
-    monkeypatch.setattr(cpu_binding, "find_topology", lambda: Topology(between={}, cpus={"GPU0": frozenset({first})}))
+    monkeypatch.setattr(nvidia, "find_topology", lambda: Topology(between={}, cpus={"GPU0": frozenset({first})}))
     try:
-        assert cpu_binding.bind_near(("0",)) == f"runs on 1 CPUs near its GPU, from {first} to {first}"
+        assert nvidia.bind_near(("0",)) == f"runs on 1 CPUs near its GPU, from {first} to {first}"
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(os.sched_getaffinity, 0).result() == {first}
     finally:
