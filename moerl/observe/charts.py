@@ -1,6 +1,6 @@
 """Which metrics the report plots, and how; drawn by report.js. Charts without a single value are left out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,21 +62,16 @@ def charts(rows: Rows) -> list[Chart]:
 def _reward_chart(rows: Rows) -> Chart:
     """The band is one standard deviation around the mean, cut at the lowest and highest reward of the step."""
 
-    def lower(row: Mapping[str, float]) -> float:
-        return max(row["reward/mean"] - row["reward/std"], row["reward/min"])
-
-    def upper(row: Mapping[str, float]) -> float:
-        return min(row["reward/mean"] + row["reward/std"], row["reward/max"])
-
-    def values(of: Callable[[Mapping[str, float]], float]) -> list[float | None]:
-        return [of(row) if {"reward/mean", "reward/std", "reward/min", "reward/max"} <= row.keys() else None for row in rows]
-
-    traces = [
-        Trace(name="mean", y=_column(rows, "reward/mean")),
-        Trace(name="one standard deviation", y=values(lower), upper=values(upper)),
-    ]
-    extremes = [Trace(name=name, y=_column(rows, f"reward/{name}")) for name in ("min", "max")]
-    return Chart(title="Reward", unit="", note="mean over the step's samples", x=_steps(rows), traces=traces + extremes, wide=True)
+    band: list[tuple[float | None, float | None]] = []
+    for row in rows:
+        match [row[name] for name in ("reward/mean", "reward/std", "reward/min", "reward/max") if name in row]:
+            case [mean, std, least, most]:
+                band.append((max(mean - std, least), min(mean + std, most)))
+            case _:
+                band.append((None, None))
+    edges = Trace(name="one standard deviation", y=[lower for lower, _ in band], upper=[upper for _, upper in band])
+    middle, *extremes = (Trace(name=name, y=_column(rows, f"reward/{name}")) for name in ("mean", "min", "max"))
+    return Chart(title="Reward", unit="", note="mean over the step's samples", x=_steps(rows), traces=[middle, edges, *extremes], wide=True)
 
 
 def _evaluation_chart(rows: Rows) -> Chart:

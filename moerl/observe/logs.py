@@ -7,6 +7,8 @@ from pathlib import Path
 
 from moerl.observe.terminal import Level, Terminal
 
+_MOERL = logging.getLogger("moerl")
+
 
 class RunLog:
     """Takes over the root logger from construction to `close`, which restores what it found."""
@@ -16,13 +18,13 @@ class RunLog:
         self._file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         self._own = None if terminal is None else _TerminalHandler(terminal)
-        self._levels = {logger: logger.level for logger in (logging.root, _moerl())}
+        self._levels = {logger: logger.level for logger in (logging.root, _MOERL)}
         self._silenced: list[tuple[logging.Logger, logging.Handler, bool]] = []
         logging.root.addHandler(self._file)
         logging.root.setLevel(logging.INFO)
-        _moerl().setLevel(logging.INFO)
+        _MOERL.setLevel(logging.INFO)
         if self._own is not None:
-            _moerl().addHandler(self._own)
+            _MOERL.addHandler(self._own)
         # warnings.warn becomes the logger py.warnings, hence a line of run.log.
         logging.captureWarnings(True)
         self.silence_libraries()
@@ -40,7 +42,7 @@ class RunLog:
         """Safe to call twice."""
         logging.root.removeHandler(self._file)
         if self._own is not None:
-            _moerl().removeHandler(self._own)
+            _MOERL.removeHandler(self._own)
         for logger, level in self._levels.items():
             logger.setLevel(level)
         for logger, handler, propagate in reversed(self._silenced):
@@ -71,10 +73,6 @@ class _TerminalHandler(logging.Handler):
         level: Level = "error" if record.levelno >= logging.ERROR else "warning"
         cause = f" ({record.exc_info[1]!r})" if record.exc_info and record.exc_info[1] is not None else ""
         self._terminal.notice(record.getMessage() + cause, level)
-
-
-def _moerl() -> logging.Logger:
-    return logging.getLogger("moerl")
 
 
 def _library_loggers() -> list[logging.Logger]:

@@ -6,9 +6,8 @@ that ends in `*` stands for a family. Metrics are for looking at; nothing in a r
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,22 +17,8 @@ from moerl.types.groups import Group, Sample
 from moerl.types.push import PushStats
 from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint, StepStats
 
-
-class Reduction(Enum):
-    """How the values of several steps become one number."""
-
-    MEAN = "mean"
-    MAX = "max"
-    MIN = "min"
-    SUM = "sum"
-    LAST = "last"
-
-    def of(self, values: Sequence[float]) -> float:
-        if self is Reduction.LAST:
-            return float(values[-1])
-        return float(getattr(np, self.value)(values))
-
-
+Reduction = Literal["mean", "max", "min", "sum", "last"]
+"""How the values of several steps become one number."""
 Goal = Literal["up", "down", "zero", "steady", "none"]
 """Where a healthy run takes the value. zero: a difference that should not exist. steady: a sudden change is a warning."""
 
@@ -47,7 +32,7 @@ class Metric:
     meaning: str
 
 
-MEAN, MAX, MIN, SUM, LAST = Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.SUM, Reduction.LAST
+MEAN, MAX, MIN, SUM, LAST = get_args(Reduction)
 
 # "samples" are the scored samples of the groups trained in this step.
 METRICS = (
@@ -150,12 +135,8 @@ _FAMILIES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("
 
 def metric(name: str) -> Metric:
     """The vocabulary's entry for `name`, or for its family. KeyError for a name nobody documented."""
-    if name in _BY_NAME:
-        return _BY_NAME[name]
-    for family in _FAMILIES:
-        if name.startswith(family):
-            return _BY_NAME[family + "*"]
-    raise KeyError(name)
+    families = (f"{family}*" for family in _FAMILIES if name.startswith(family))
+    return _BY_NAME[name if name in _BY_NAME else next(families, name)]
 
 
 def is_known(name: str) -> bool:
@@ -214,7 +195,11 @@ def summarize(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     So are names outside the vocabulary: `rows` may come from a file of another version.
     """
     names = dict.fromkeys(name for row in rows for name in row if is_known(name))
-    return {name: metric(name).over_steps.of([row[name] for row in rows if name in row]) for name in names}
+    return {name: _reduced(metric(name).over_steps, [row[name] for row in rows if name in row]) for name in names}
+
+
+def _reduced(how: Reduction, values: Sequence[float]) -> float:
+    return float(values[-1] if how == "last" else getattr(np, how)(values))
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -155,7 +155,7 @@ def _table(rows: list[dict[str, float]]) -> list[dict[str, str]]:
             "first": _number_or_none(first.get(name)),
             "last": _number_or_none(last.get(name)),
             "total": _number_or_none(value),
-            "reduction": metric(name).over_steps.value,
+            "reduction": metric(name).over_steps,
             "goal": metric(name).goal.replace("none", ""),
             "meaning": metric(name).meaning,
         }

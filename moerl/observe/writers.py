@@ -77,7 +77,12 @@ class WandbWriter:
     """
 
     def __init__(self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, name: str, config: Mapping[str, Any]):
-        self._wandb = _import_wandb(mode)
+        try:
+            import wandb
+        except ImportError as error:
+            reason, fix = "the package wandb is not installed", 'pip install "moerl[wandb]", or observe.wandb=off'
+            raise ConfigError([_wandb_problem(mode, reason, fix)]) from error
+        self._wandb: Any = wandb
         try:
             self._run = self._wandb.init(
                 project=project,
@@ -118,16 +123,6 @@ def wandb_id(run_dir: Path, name: str) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     path.write_text(made + "\n")
     return made
-
-
-def _import_wandb(mode: str) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            [_wandb_problem(mode, "the package wandb is not installed", 'pip install "moerl[wandb]", or observe.wandb=off')]
-        ) from error
-    return wandb
 
 
 def _wandb_problem(mode: str, reason: str, fix: str) -> Problem:
