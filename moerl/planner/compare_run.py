@@ -14,7 +14,8 @@ from moerl.config.load import checked
 from moerl.config.schema.run_config import RunConfig
 from moerl.observe.failure import chain_of
 from moerl.observe.records import metrics_path, read_metrics, trained_rows
-from moerl.planner.memory_plan import GIB, aligned, planned
+from moerl.planner.fixed_memory import GIB
+from moerl.planner.memory_plan import aligned, planned
 from moerl.planner.rank_memory import Phase, RankMemory, companion_memory
 from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError
 

@@ -17,9 +17,9 @@ from moerl.config.rules.server_layout_rules import layout_problems
 from moerl.config.schema.rollout_config import ServerLayout, WeightsConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
+from moerl.planner.fixed_memory import GIB
 from moerl.planner.memory_plan import planned
 from moerl.planner.rank_memory import Phase
-from moerl.planner.server_memory import GIB
 
 _NUM_FIXES = 3
 

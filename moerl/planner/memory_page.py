@@ -8,23 +8,13 @@ from pathlib import Path
 
 import jinja2
 
-from moerl.planner.memory_plan import GIB, MemoryPlan
+from moerl.planner.fixed_memory import GIB
+from moerl.planner.memory_plan import MemoryPlan
 from moerl.planner.rank_memory import RankMemory, kinds_of
 
 _COLOURS = (
-    "#4477aa",
-    "#66ccee",
-    "#228833",
-    "#ccbb44",
-    "#ee6677",
-    "#aa3377",
-    "#bbbbbb",
-    "#dd8452",
-    "#8172b3",
-    "#937860",
-    "#55a868",
-    "#c44e52",
-)
+    "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#dd8452", "#8172b3", "#937860", "#55a868", "#c44e52",
+)  # fmt: skip
 _MARGIN = "margin"
 _WIDTH = 820
 """Pixels of the widest bar."""

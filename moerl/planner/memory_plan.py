@@ -8,12 +8,12 @@ from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_configs import model_config
 from moerl.config.rules.facts import facts_of
 from moerl.config.schema.run_config import RunConfig
+from moerl.planner.fixed_memory import GIB
 from moerl.planner.layer_activations import megatron_release
 from moerl.planner.node_memory import NodeMemory, checkpoint_bytes, node_memory
 from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, RankMemory, companions_memory, kinds_of, rank_memory, worst_rank
 from moerl.planner.server_memory import ServerMemory, server_memory
 
-GIB = 2**30
 VERSION = 1
 """Number of the form of `to_json`."""
 

@@ -134,15 +134,10 @@ def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_t
     others, experts = sum(ends), 0
     numbers = [*range(fields["num_layers"]), *([fields["num_layers"] - 1] if drafts else [])]
     for layer in numbers:
-        is_sparse = is_sparse_layer(fields, layer)
-        with_mlp, routed = _layer(fields, layouts[shared_tp if is_sparse else dense_tp], layer)
-        attention = attention_parameters(fields, layouts[tp], layer)
-        others += (
-            sum(_indexer(fields))
-            + sum(attention)
-            + sum(with_mlp)
-            - sum(attention_parameters(fields, layouts[shared_tp if is_sparse else dense_tp], layer))
-        )
+        of_mlp = layouts[shared_tp if is_sparse_layer(fields, layer) else dense_tp]
+        with_mlp, routed = _layer(fields, of_mlp, layer)
+        attention, as_mlp = (sum(attention_parameters(fields, layout, layer)) for layout in (layouts[tp], of_mlp))
+        others += sum(_indexer(fields)) + sum(with_mlp) - as_mlp + attention
         experts += sum(routed)
     return others, experts
 

@@ -9,6 +9,7 @@ import numpy as np
 from moerl.config.derive.gpu_map import gpu_map, relays_pushes
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
+from moerl.config.rules.parallel_rules import divisors
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
@@ -255,9 +256,8 @@ def rollout_of(
 
 def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:
     if num_experts is not None and num_experts % rollout.expert_shares:
-        fix = "one of " + ", ".join(str(number) for number in range(1, num_experts + 1) if num_experts % number == 0)
         rule, reason = f"must divide the model's {num_experts} experts", "each GPU of a server holds whole experts"
-        yield problem("--gpus-per-server", rollout.gpus_per_server, rule, reason, fix)
+        yield problem("--gpus-per-server", rollout.gpus_per_server, rule, reason, divisors(num_experts))
     larger, smaller = sorted((rollout.gpus_per_server, rollout.gpus_per_node), reverse=True)
     if larger % smaller:
         reason = "servers fill nodes, or nodes fill servers"

@@ -234,7 +234,7 @@ def _phase(
 ) -> Kinds:  # fmt: skip
     train, state = config.train, _STATES[phase]
     held = ON_DEVICE[train.offload][state]
-    kinds = {_name(kind): static.kinds[kind] for kind in KINDS if kind in held}
+    kinds = {"weights" if kind == "parameters" else kind: static.kinds[kind] for kind in KINDS if kind in held}
     if phase == "save":
         kinds["optimizer"] += static.widened
     if guests:
@@ -257,16 +257,9 @@ def _phase(
         kinds |= {"layer at work": activations.scoring, "logits": max(0, activations.scoring_logits - activations.scoring)}
     kinds |= {"NCCL": _communicators(hf, config, phase), "CUDA": fixed.CUDA_CONTEXT}
     if server is not None:
-        kinds |= {
-            "server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP + server.received}.get(
-                phase, fixed.ENGINE_ASLEEP
-            )
-        }
+        awake = {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP + server.received}
+        kinds["server"] = awake.get(phase, fixed.ENGINE_ASLEEP)
     return {kind: kinds[kind] for kind in _KINDS if kind in kinds}
-
-
-def _name(kind: str) -> str:
-    return "weights" if kind == "parameters" else kind
 
 
 def _communicators(hf: Mapping[str, Any], config: RunConfig, phase: Phase) -> int:

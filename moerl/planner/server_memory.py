@@ -11,8 +11,6 @@ from moerl.planner import fixed_memory as fixed
 from moerl.planner.layer_activations import WIDTHS
 from moerl.planner.parameter_counts import is_delta_net, server_parameters
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerMemory:

@@ -12,11 +12,12 @@ from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.job_config import GpuConfig
 from moerl.config.schema.run_config import RunConfig
+from moerl.planner.fixed_memory import GIB
 from moerl.planner.fixes import serving_fixes, training_fixes
 from moerl.planner.memory_plan import planned
 from moerl.planner.node_memory import NodeMemory, node_memory
 from moerl.planner.rank_memory import DURING, PHASES, Phase, RankMemory, companion_memory, worst_rank
-from moerl.planner.server_memory import GIB, ServerMemory, server_memory
+from moerl.planner.server_memory import ServerMemory, server_memory
 from moerl.types.errors import ConfigError, Problem, problem
 
 _CAPABILITY = {"blockwise": 9.0, "mxfp8": 10.0, "tensorwise": 8.9, "delayed": 8.9}
@@ -71,11 +72,16 @@ def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: 
     if worst.device(phase) <= gpu.memory_bytes:
         serving = _SERVING
     else:
-        yield _training_problem(config, facts, worst, phase, training, gpu)
+        rule, reason = _told(worst, phase, gpu)
+        layout = config.train.layout
+        value = f"ranks {layout.ranks}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}, etp {layout.etp}"
+        yield problem("train.layout", value, rule, reason, training_fixes(config, facts, training, gpu.memory_bytes))
         serving = ("rollout",)  # less to train with is less to push
     worst, phase = _worst(ranks, serving)
     if shares and worst.device(phase) > gpu.memory_bytes:
-        yield _serving_problem(config, facts, worst, phase, gpu)
+        rule, reason = _told(worst, phase, gpu)
+        fix = serving_fixes(config, facts, _SERVING, gpu.memory_bytes)
+        yield problem("rollout.layout.memory_fraction", config.rollout.layout.memory_fraction, rule, reason, fix)
 
 
 def _companion_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
@@ -101,20 +107,6 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
         f"{(size - room) / GIB:.1f} more than the {room / GIB:.1f} of {gpu.name}"
     )
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
-
-
-def _training_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, phases: Sequence[Phase], gpu: GpuConfig) -> Problem:
-    """`phases`: those in which a change must help."""
-    rule, reason = _told(worst, phase, gpu)
-    layout = config.train.layout
-    value = f"ranks {layout.ranks}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}, etp {layout.etp}"
-    return problem("train.layout", value, rule, reason, training_fixes(config, facts, phases, gpu.memory_bytes))
-
-
-def _serving_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, gpu: GpuConfig) -> Problem:
-    rule, reason = _told(worst, phase, gpu)
-    fix = serving_fixes(config, facts, _SERVING, gpu.memory_bytes)
-    return problem("rollout.layout.memory_fraction", config.rollout.layout.memory_fraction, rule, reason, fix)
 
 
 def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from planned_jobs import filled_gpu
 from moerl.config.load import load, to_plain
 from moerl.config.schema.layout import Layout
 from moerl.planner.compare_run import ELSE, GAPS, OUTSIDE, compared, explained, told_against_plan
-from moerl.planner.memory_plan import GIB, memory_plan
+from moerl.planner.fixed_memory import GIB
+from moerl.planner.memory_plan import memory_plan
 from moerl.train.memory.memory_states import Call
 from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError, TrainError
 

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from moerl.__main__ import app
 from moerl.config.load import load
+from moerl.planner.fixed_memory import GIB
 from moerl.planner.memory_page import page, write_plan
-from moerl.planner.memory_plan import GIB, memory_plan
+from moerl.planner.memory_plan import memory_plan
 from moerl.planner.rank_memory import PHASES
 
 

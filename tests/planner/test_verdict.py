@@ -11,7 +11,8 @@ from moerl.config.compose import compose, options
 from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import build
 from moerl.planner import layer_activations
-from moerl.planner.memory_plan import GIB, described, planned
+from moerl.planner.fixed_memory import GIB
+from moerl.planner.memory_plan import described, planned
 from moerl.types.errors import ConfigError
 
 DEEPSEEK, QWEN = "recipe=grpo-deepseek-v3-32n8g-sync", "recipe=grpo-qwen3-235b-16n8g-sync"
