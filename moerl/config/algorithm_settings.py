@@ -22,8 +22,9 @@ def algorithm(name: str, *overrides: str) -> AlgorithmConfig:
 
     Raises ConfigError with everything that is wrong.
     """
-    if name not in options("algorithm"):
-        raise ConfigError([problem("algorithm", name, "is not one of the algorithm files", "they are in configs/algorithm", _names())])
+    if name not in (known := options("algorithm")):
+        fix = f"one of {', '.join(known)}"
+        raise ConfigError([problem("algorithm", name, "is not one of the algorithm files", "they are in configs/algorithm", fix)])
     bare = [text for text in overrides if "=" not in text]
     wrong = [problem("override", text, "must read key=value", "there is no value", f"{text}=VALUE") for text in bare]
     if wrong:
@@ -56,7 +57,3 @@ def settings_of(given: AlgorithmConfig | Mapping[str, Any] | str) -> AlgorithmCo
     if isinstance(given, AlgorithmConfig):
         return given
     return algorithm(given) if isinstance(given, str) else of_plain(given)
-
-
-def _names() -> str:
-    return "one of " + ", ".join(options("algorithm"))

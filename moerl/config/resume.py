@@ -1,6 +1,8 @@
 """Settings that may not change when a run is continued, and why."""
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from moerl.config.load import build, to_plain
@@ -42,7 +44,7 @@ def _changed_settings(old: Any, now: Any) -> list[Problem]:
     return [
         _changed(path, before, value, reason)
         for section, reason in FIXED.items()
-        for path, before, value in _differences(section, _at(old, section), _at(now, section))
+        for path, before, value in _differences(section, *(reduce(getitem, section.split("."), plain) for plain in (old, now)))
     ]
 
 
@@ -77,12 +79,6 @@ def _written(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _at(plain: Any, path: str) -> Any:
-    for name in path.split("."):
-        plain = plain[name]
-    return plain
 
 
 def _differences(path: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moerl.config.schema.run_config import RunConfig
 from moerl.doctor.checks.findings import Finding, fail, ok, skipped
@@ -85,7 +84,7 @@ def _tried(trial: Trial, config: RunConfig) -> Finding:
             return fail(trial.check, f"did not end within {_SECONDS} s", trial.shows, fix)
         if done.returncode != 0:
             return fail(trial.check, _cause(done.stderr) or f"ended with code {done.returncode}", trial.shows, fix)
-        return ok(trial.check, _found(_last_row(Path(directory))), trial.shows)
+        return ok(trial.check, _found(Path(directory)), trial.shows)
 
 
 def words(trial: Trial, config: RunConfig) -> list[str]:
@@ -103,12 +102,8 @@ def _cause(errors: str) -> str:
     return " ".join(line.strip() for line in lines[first : first + _LINES]).removeprefix("moerl: ")
 
 
-def _last_row(output_dir: Path) -> dict[str, Any]:
-    lines = (output_dir / _RECIPE / "metrics.jsonl").read_text().splitlines()
-    return dict(json.loads(lines[-1]))
-
-
-def _found(row: dict[str, Any]) -> str:
+def _found(output_dir: Path) -> str:
+    row = json.loads((output_dir / _RECIPE / "metrics.jsonl").read_text().splitlines()[-1])
     return (
         f"step {row['time/step']:.1f} s, gradient {row['train/grad_norm']:.2g}, push of {row['push/bytes'] / 1e6:.1f} MB in "
         f"{row['push/seconds']:.2f} s, log-probs differ by {row['mismatch/mean']:.1g}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moerl.cluster.forks.fork_server import VARIABLE, for_workers
+from moerl.cluster.forks.fork_server import VARIABLE, for_workers, user_of
 
 _REPLY_SECONDS = 120.0
 """Seconds for a server that is importing what it preloads."""
@@ -82,8 +82,7 @@ class ForkedProcess:
         if not name:
             raise OSError(f"{VARIABLE} is not set")
         self._connection.connect(b"\0" + name.encode())
-        _, user, _ = struct.unpack("3i", self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if user != os.getuid():
+        if user_of(self._connection) != os.getuid():
             raise OSError("somebody else's server")
         socket.send_fds(self._connection, [struct.pack("!Q", len(text))], list(files))
         self._connection.sendall(text)

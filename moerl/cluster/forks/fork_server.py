@@ -233,7 +233,7 @@ class ForkServer:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         try:
-            if _user_of(connection) != os.getuid():
+            if user_of(connection) != os.getuid():
                 connection.close()
                 return
             connection.settimeout(_REQUEST_SECONDS)
@@ -385,6 +385,7 @@ def _execute(argv: Sequence[str]) -> None:
         runpy.run_path(argv[1], run_name="__main__")
 
 
-def _user_of(connection: socket.socket) -> int:
+def user_of(connection: socket.socket) -> int:
+    """Who is at its other end."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(user)

@@ -135,7 +135,7 @@ def kubernetes_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             path, reason = f"kubernetes.volumes.{index}.path", "a pod has no directory of submission"
             yield problem(path, volume.path, "must be absolute, below /", reason, "path: /data")
     for name, source in kubernetes.secrets.items():
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if not re.fullmatch(_NAME, name):
             reason = "containers get it as a variable"
             yield problem(f"kubernetes.secrets.{name}", "(not shown)", "is not the name of a variable", reason, "WANDB_API_KEY: wandb/key")
         elif not re.fullmatch(r"[a-z0-9.-]+/[A-Za-z0-9._-]+", source):
