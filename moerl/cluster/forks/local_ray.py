@@ -69,7 +69,17 @@ def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed): its daemons, none of another's.
     MoerlError if it cannot be joined, or has not come up in time."""
     with _only_run():
-        yield from _joined(start_seconds)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        others = [child.pid for child in psutil.Process().children()]
+        _start(start_seconds, others)
+        with reaping_ray(others), ExitStack() as files:
+            files.callback(ray.shutdown)
+            daemons = []
+            for name, pid in _daemons(others):
+                with suppress(ProcessLookupError):  # it has ended: whoever needs it says so
+                    daemons.append(Daemon(name=name, pid=pid, end=os.pidfd_open(pid)))
+                    files.callback(os.close, daemons[-1].end)
+            yield daemons
 
 
 @contextmanager
@@ -90,20 +100,6 @@ def _only_run() -> Iterator[None]:
         yield
     finally:
         _RUN.release()
-
-
-def _joined(start_seconds: float) -> Iterator[list[Daemon]]:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    others = [child.pid for child in psutil.Process().children()]
-    _start(start_seconds, others)
-    with reaping_ray(others), ExitStack() as files:
-        files.callback(ray.shutdown)
-        daemons = []
-        for name, pid in _daemons(others):
-            with suppress(ProcessLookupError):  # it has ended: whoever needs it says so
-                daemons.append(Daemon(name=name, pid=pid, end=os.pidfd_open(pid)))
-                files.callback(os.close, daemons[-1].end)
-        yield daemons
 
 
 def _make_token() -> None:

@@ -204,14 +204,8 @@ def _of_servers(
 ) -> Iterator[tuple[str, _Server]]:
     first = 0
     for name, processes in needs.items():
-        end = first + len(processes)
-        yield (
-            name,
-            _Server(
-                needs=processes,
-                nodes=None if nodes is None else tuple(nodes[name]),
-                gpus=None if ranks is None else tuple(ranks.server_gpus[name]),
-                rails=None if rails is None else rails.readers[first:end],
-            ),
-        )
-        first = end
+        own_nodes = None if nodes is None else tuple(nodes[name])
+        own_gpus = None if ranks is None else tuple(ranks.server_gpus[name])
+        own_rails = None if rails is None else rails.readers[first : first + len(processes)]
+        yield name, _Server(needs=processes, nodes=own_nodes, gpus=own_gpus, rails=own_rails)
+        first += len(processes)
