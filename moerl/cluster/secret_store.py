@@ -53,7 +53,7 @@ class SecretStore(Store):
         return cls(client.ask, client.close, host, port, secret, seconds)
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._told(b"set", key.encode(), _bytes(value))
+        self._told(b"set", key.encode(), value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
         """Waits for it."""
@@ -207,10 +207,6 @@ class _StoreClient:
             for connection in self._idle:
                 connection.close()
             self._idle = []
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else value
 
 
 def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:

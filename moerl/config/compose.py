@@ -118,7 +118,8 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
         try:
             override = parser.parse_override(text)
         except (HydraException, ValueError, RecursionError) as error:  # Python's own, of numbers too long and lists too deep
-            problems.append(_syntax_problem(_shortened(text), str(error).splitlines()[0]))
+            shown = text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
+            problems.append(_syntax_problem(shown, str(error).splitlines()[0]))
             continue
         if not override.key_or_group:
             problems.append(_syntax_problem(text, "there is no key before ="))
@@ -163,10 +164,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that is too long, or below a file
         return False
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def _one_of(group: str, config_dir: Path | None) -> str:

@@ -26,7 +26,8 @@ def write_failure(run_dir: Path, error: BaseException, *, phase: str | None, ver
         f"log: {origin.log if origin.log else run_dir / 'run.log'}",
     ]
     chain = "".join(traceback.format_exception(error))
-    whole = [*_message(error), *lines, "", *([origin.details, ""] if origin.details else []), "== the failure as the driver saw it", chain]
+    said = str(error).splitlines() if isinstance(error, MoerlError) else []
+    whole = [*said, *lines, "", *([origin.details, ""] if origin.details else []), "== the failure as the driver saw it", chain]
     try:
         path.write_text("\n".join(whole), encoding="utf-8", errors="backslashreplace")
     except OSError as unwritten:  # a full disk, say, which may be no part of the cause
@@ -60,7 +61,3 @@ def _step(run_dir: Path, version: int | None) -> int:
         return version + 1
     directory = newest(run_dir / "checkpoints")
     return 1 if directory is None else version_of(directory) + 1
-
-
-def _message(error: BaseException) -> list[str]:
-    return str(error).splitlines() if isinstance(error, MoerlError) else []

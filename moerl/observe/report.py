@@ -77,7 +77,8 @@ def report_finished(config: RunConfig) -> Path | None:
 
 
 def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
-    config_text = _read_if_there(run_dir / "config.yaml")
+    settings = run_dir / "config.yaml"
+    config_text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
     config = yaml.safe_load(config_text) if config_text else {}
     dumps, num_dumps = _dumps(run_dir / "samples")
     scripts = {"plotly_js": get_plotlyjs(), "report_js": _file("report.js")}
@@ -183,10 +184,6 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 
 def _number_or_none(value: float | None) -> str:
     return "" if value is None else number(value)
-
-
-def _read_if_there(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _file(name: str) -> str:

@@ -62,7 +62,7 @@ class ChunkParameters:
         """Bytes of page-locked copies of the optimizer's part, parameter by parameter: PyTorch rounds each up to a power of two
         (aten/src/ATen/core/CachingHostAllocator.h). Over ranks on average, where a parameter is cut."""
         parts = ((self.dense, self.dense_shards), (self.experts, self.expert_shards))
-        return sum(_power_of_two(size * width) / shards for sizes, shards in parts for size in sizes)
+        return sum((1 << (size * width - 1).bit_length()) / shards for sizes, shards in parts for size in sizes)
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
         rest = list(self.dense)
@@ -71,10 +71,6 @@ class ChunkParameters:
             yield _padded([self.shared], self.dense_shards), self.dense_shards
         yield _padded(rest, self.dense_shards), self.dense_shards
         yield _padded(self.experts, self.expert_shards), self.expert_shards
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _padded(sizes: "tuple[int, ...] | list[int]", shards: int) -> int:

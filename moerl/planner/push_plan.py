@@ -92,11 +92,7 @@ class PushPlan:
     @property
     def seconds_without_plan(self) -> float:
         """If every GPU took everything over its card."""
-        return (self.expert_bytes + self.other_bytes) / self._bytes_per_second
-
-    @property
-    def _bytes_per_second(self) -> float:
-        return self.card_gbit / 8 * 1e9
+        return (self.expert_bytes + self.other_bytes) / (self.card_gbit / 8 * 1e9)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -131,7 +131,9 @@ def _fp8_copies(hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkPara
         return 0
     first, last = fp8.first_layers_bf16, number - fp8.last_layers_bf16  # layers of multi-token prediction have numbers from `number` on
     elements = sum(size for chunk in chunks for layer, size in chunk.layers.items() if first <= layer < last or layer >= number)
-    directions = 1 if fp8.recipe in ("tensorwise", "delayed") and _is_blackwell(config) else 2
+    # Blackwell's units read FP8 operands in either order, so that tensors with one scale need no transposed copy.
+    is_blackwell = config.placement.gpu is not None and config.placement.gpu.capability >= 10
+    directions = 1 if fp8.recipe in ("tensorwise", "delayed") and is_blackwell else 2
     return round(elements * directions * FP8_WEIGHT_BYTES[fp8.recipe])
 
 
@@ -327,11 +329,6 @@ def optimizer_bytes(train: TrainConfig) -> float:
         return states * (1 - share)
     masters = WIDTHS["float32"] if train.dtype == "bfloat16" else 0
     return masters + 2 * moment * (1 - share)
-
-
-def _is_blackwell(config: RunConfig) -> bool:
-    """Its units read FP8 operands in either order, so that tensors with one scale need no transposed copy."""
-    return config.placement.gpu is not None and config.placement.gpu.capability >= 10
 
 
 def worst_rank(ranks: list[RankMemory]) -> RankMemory:

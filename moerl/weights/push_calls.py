@@ -75,7 +75,8 @@ class PushCalls:
 
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
     """Errors of all sides; of those that only lost another they come last, if more is known of others."""
-    said = {name: "did not end in time and was cancelled" if name in silent else _headline(failure) for name, failure in failures.items()}
+    said = {name: f"{type(failure).__name__}: {failure}" for name, failure in failures.items()}
+    said |= dict.fromkeys(silent, "did not end in time and was cancelled")
     consequences = [name for name, failure in failures.items() if name not in silent and is_consequence(failure)]
     causes = [name for name in failures if name not in consequences] or consequences
     head = f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"
@@ -83,7 +84,3 @@ def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[
     if others := [name for name in consequences if name not in causes]:
         lines += ["lost them, or waited for them:", *(f"* {name}: {said[name].splitlines()[0]}" for name in others)]
     return "\n".join(lines)
-
-
-def _headline(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"

@@ -202,9 +202,10 @@ def _daemons(others: Collection[int]) -> Iterator[tuple[str, int]]:
     for child in children:
         if (name := Path(_first_word(child)).name) in _DAEMONS:
             yield name, child.pid
-        for agent in _children(child):
-            if (title := _first_word(agent)) in _AGENTS:
-                yield _AGENTS[title], agent.pid
+        with suppress(psutil.Error):  # it has ended
+            for agent in child.children():
+                if (title := _first_word(agent)) in _AGENTS:
+                    yield _AGENTS[title], agent.pid
 
 
 def _first_word(process: psutil.Process) -> str:
@@ -213,10 +214,3 @@ def _first_word(process: psutil.Process) -> str:
         return next(iter(process.cmdline()), "")
     except psutil.Error:
         return ""
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children()
-    except psutil.Error:
-        return []

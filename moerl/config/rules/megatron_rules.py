@@ -25,14 +25,6 @@ from moerl.types.errors import Problem, problem
 Accepts = Callable[[Any], bool]
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _is_weight(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
@@ -41,7 +33,9 @@ def _one_of(*values: object) -> Accepts:
     return lambda value: isinstance(value, str | None) and value in values
 
 
-_FLAG, _COUNT, _WEIGHT = (_is_flag, "true or false"), (_is_count, "an integer > 0"), (_is_weight, "a number >= 0")
+_FLAG: tuple[Accepts, str] = (lambda value: isinstance(value, bool), "true or false")
+_COUNT: tuple[Accepts, str] = (lambda value: type(value) is int and value > 0, "an integer > 0")
+_WEIGHT: tuple[Accepts, str] = (_is_weight, "a number >= 0")
 
 ALLOWED: Mapping[str, tuple[Accepts, str]] = {
     # Losses and biases that balance experts: moerl/train/megatron/router_balance.py.
@@ -75,7 +69,7 @@ ALLOWED: Mapping[str, tuple[Accepts, str]] = {
     # What is measured.
     "barrier_with_L1_time": _FLAG,
     # FP8's delayed scales: how far they look back.
-    "fp8_margin": (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0, "an integer >= 0"),
+    "fp8_margin": (lambda value: type(value) is int and value >= 0, "an integer >= 0"),
     "fp8_amax_history_len": _COUNT,
     "fp8_amax_compute_algo": (_one_of("most_recent", "max"), "most_recent or max"),
     "tp_only_amax_red": _FLAG,

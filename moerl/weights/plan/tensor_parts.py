@@ -111,7 +111,7 @@ def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, num_shares: in
         num_rows, row_bytes = stop - first, element_bytes * (right - left)
         num_parts = 1 if tensor.expert is not None else max(min(-(-num_rows * row_bytes // part_bytes), num_rows), 1)
         for part in range(num_parts):
-            size = _share(num_rows, num_parts, part)
+            size = num_rows // num_parts + (part < num_rows % num_parts)  # the first ones have one more
             yield first, left, size, right - left, size * row_bytes
             first += size
 
@@ -120,8 +120,3 @@ def _shard(size: int, count: int, index: int) -> tuple[int, int]:
     """Megatron's: all shards are equal, after padding that only the last ones have."""
     share = -(-size // count)
     return min(index * share, size), min((index + 1) * share, size)
-
-
-def _share(total: int, count: int, index: int) -> int:
-    """The first of `total` rows in `count` nearly equal shares have one more."""
-    return total // count + (index < total % count)
