@@ -12,9 +12,8 @@ from moerl.doctor.checks.environment_checks import environment_checks
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, fail, skipped, warn
 from moerl.doctor.checks.gpu_checks import gpu_checks
-from moerl.doctor.checks.host_checks import host_checks
+from moerl.doctor.checks.host_checks import host_checks, rdma_checks
 from moerl.doctor.checks.node_facts import NodeFacts
-from moerl.doctor.checks.rdma_checks import rdma_checks
 from moerl.doctor.measure_bandwidth import MEASURED
 from moerl.doctor.on_each_node import CLOCK_ROUNDS, HELLO, PLAN, Hello, Measurement
 from moerl.doctor.reach_nodes import Launched

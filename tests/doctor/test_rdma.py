@@ -11,7 +11,7 @@ from moerl.check import load_checked
 from moerl.config.derive.rdma import SHARP, crosses_nodes
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.doctor.checks.expected import Expectations, expected_of
-from moerl.doctor.checks.rdma_checks import rdma_checks
+from moerl.doctor.checks.host_checks import rdma_checks
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import Doorbell, find_doorbell, find_sharp, parse_ports
 from moerl.hardware.network_settings import network_settings, variables
