@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.train.push.push_source import PushOrder, RankPush
-from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.run_plan import Outline
+from moerl.weights.push_calls import in_thread
 
 LAYOUT = Layout(ranks=2, ep=2)
 

@@ -25,8 +25,7 @@ from moerl.weights.plan.run_plan import KeptPlan, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.process_rails import ProcessRails
 from moerl.weights.push_calls import SOURCE
-from moerl.weights.sync import WeightSync
-from moerl.weights.transport.resolve_transport import resolve_transport
+from moerl.weights.sync import WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -7,12 +7,12 @@ import torch
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.layout import Layout
 from moerl.types.push import Transport
-from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
 from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.plan.tensor_specs import expert_of
 from moerl.weights.plan.transfer_plan import PlannedTensor
+from moerl.weights.push_calls import in_thread
 from moerl.weights.send import WeightSender
 
 

@@ -1,13 +1,17 @@
-"""Calls of one step of a push to all of its sides at once: every failure is gathered, and who is the cause stands first."""
+"""Calls of one step of a push to all of its sides at once: every failure is gathered, and who is the cause stands first. Blocking ones that
+wait for each other, off the event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from moerl.cluster.error_texts import is_consequence
 from moerl.types.errors import HangError, WeightError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 SOURCE = "trainer"
@@ -84,3 +88,12 @@ def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[
     if others := [name for name in consequences if name not in causes]:
         lines += ["lost them, or waited for them:", *(f"* {name}: {said[name].splitlines()[0]}" for name in others)]
     return "\n".join(lines)
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As asyncio.to_thread, whose pool may have fewer threads than there are calls, of which the last would end the others' wait."""
+    thread = ThreadPoolExecutor(1)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+    finally:
+        thread.shutdown(wait=False)

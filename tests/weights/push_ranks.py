@@ -14,11 +14,11 @@ from moerl.models.fp8_blocks import ScaleFormat, quantized
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.push.push_source import MegatronSource, RankPush
 from moerl.types.push import Bucket, TensorSpec, Transport
-from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job, stored_specs
 from moerl.weights.plan.fp8_pairs import fp8_specs, with_scales
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.plan.tensor_specs import num_bytes
+from moerl.weights.push_calls import in_thread
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import tensor_digest
 

@@ -8,12 +8,12 @@ import torch
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.layout import Layout
 from moerl.types.push import Transport
-from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job, relayed
 from moerl.weights.plan.run_plan import Outline, RankPlaces
 from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.plan.tensor_specs import expert_of
 from moerl.weights.plan.transfer_plan import PlannedTensor
+from moerl.weights.push_calls import in_thread
 from moerl.weights.send import WeightSender
 
 

@@ -10,8 +10,7 @@ from session_process import MODEL, SPECS, Engine, Source
 
 from moerl.cluster.error_texts import LEFT
 from moerl.types.errors import EngineError, HangError, TrainError, WeightError
-from moerl.weights.sync import WeightSync
-from moerl.weights.transport.resolve_transport import resolve_transport
+from moerl.weights.sync import WeightSync, resolve_transport
 
 EXPERT = "layers.0.mlp.experts.0.up_proj.weight"
 """In the first bucket."""

@@ -28,7 +28,7 @@ from moerl.rollout.server.contract import Core, MemoryPart
 from moerl.types.completion import Completion, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
-from moerl.weights.in_thread import in_thread
+from moerl.weights.push_calls import in_thread
 from moerl.weights.weight_session import WeightSession
 
 logger = logging.getLogger(__name__)
