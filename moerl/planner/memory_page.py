@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -15,45 +16,10 @@ from moerl.planner.rank_memory import RankMemory, kinds_of
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#dd8452", "#8172b3", "#937860", "#55a868", "#c44e52",
 )  # fmt: skip
-_MARGIN = "margin"
 _WIDTH = 820
 """Pixels of the widest bar."""
 _LETTER = 11
 """Least width of a segment that shows its letter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    kind: str
-    letter: str
-    number: int
-    """Its colour and pattern."""
-    x: float
-    width: float
-    gib: float
-
-    @property
-    def shown(self) -> str:
-        return self.letter if self.width >= _LETTER else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    phase: str
-    gib: float
-    with_margin: float
-    is_over: bool
-    """More than the GPU has, with the margin."""
-    segments: tuple[_Segment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """Ranks that need alike."""
-
-    name: str
-    parameters: int
-    bars: tuple[_Bar, ...]
 
 
 def write_plan(plan: MemoryPlan, json_file: Path | None, html_file: Path | None) -> None:
@@ -84,29 +50,27 @@ def page(plan: MemoryPlan) -> str:
     )
 
 
-def _classes(plan: MemoryPlan, letters: dict[str, str], scale: float) -> Iterator[_Class]:
+def _classes(plan: MemoryPlan, letters: dict[str, str], scale: float) -> Iterator[dict[str, Any]]:
     """Neighbouring stages that need alike are one."""
-    ranks = list(plan.ranks)
-    while ranks:
-        alike = 1
-        while alike < len(ranks) and (ranks[alike].phases, ranks[alike].margins) == (ranks[0].phases, ranks[0].margins):
-            alike += 1
-        first, last = ranks[0].stage, ranks[alike - 1].stage
+    for _, alike in groupby(plan.ranks, key=lambda rank: (rank.phases, rank.margins)):
+        ranks = list(alike)
+        first, last = ranks[0].stage, ranks[-1].stage
         name = f"stage {first}" if first == last else f"stages {first} to {last}"
-        yield _Class(name, ranks[0].parameters, tuple(_bars(plan, ranks[0], letters, scale)))
-        del ranks[:alike]
+        yield {"name": name, "parameters": ranks[0].parameters, "bars": list(_bars(plan, ranks[0], letters, scale))}
 
 
-def _bars(plan: MemoryPlan, rank: RankMemory, letters: dict[str, str], scale: float) -> Iterator[_Bar]:
-    numbers = {kind: number for number, kind in enumerate(letters)}
-    for phase in rank.phases:
-        segments, x = [], 0.0
-        for kind, size in rank.phases[phase].items():
-            if size:
-                segments.append(_Segment(kind, letters[kind], numbers[kind], x, size * scale, size / GIB))
-                x += size * scale
-        margin = rank.margins[phase]
-        segments.append(_Segment(_MARGIN, "", len(letters), x, margin * scale, margin / GIB))
+def _bars(plan: MemoryPlan, rank: RankMemory, letters: dict[str, str], scale: float) -> Iterator[dict[str, Any]]:
+    """`number` of a segment: its colour and pattern. `is_over`: more than the GPU has, with the margin."""
+    for phase, kinds in rank.phases.items():
+        margin, segments, x = rank.margins[phase], [], 0.0
+        parts = [(kind, letter, kinds.get(kind, 0)) for kind, letter in letters.items()]
+        for number, (kind, letter, size) in enumerate([*parts, ("margin", "", margin)]):
+            if size or not letter:
+                width, gib = size * scale, size / GIB
+                shown = letter if width >= _LETTER else ""
+                segments.append({"kind": kind, "number": number, "x": x, "width": width, "gib": gib, "shown": shown})
+                x += width
         together = rank.device(phase) + margin
         is_over = plan.gpu_bytes is not None and together > plan.gpu_bytes
-        yield _Bar(phase, rank.device(phase) / GIB, together / GIB, is_over, tuple(segments))
+        sizes = {"gib": rank.device(phase) / GIB, "with_margin": together / GIB}
+        yield {"phase": phase, "is_over": is_over, "segments": segments, **sizes}
