@@ -47,9 +47,8 @@ def find_placement(config: RunConfig) -> RunPlacement:
     initialised."""
     mapped, here = gpu_map(config), ray.get_runtime_context().get_node_id()
     nodes = _nodes(config.placement, alive_nodes(), here)
-    # The hf server computes on CPU.
-    gpu_servers = mapped.servers if config.rollout.traits.has_environment else ()
-    needed = {gpu for gpus in (mapped.ranks, *mapped.beside.values(), *gpu_servers) for gpu in gpus}
+    with_gpus = config.rollout.traits.has_environment  # the hf server computes on CPU
+    needed = {gpu for gpus in (mapped.ranks, *mapped.beside.values(), *(mapped.servers if with_gpus else ())) for gpu in gpus}
     on_gpus = config.placement.device != "cpu" and any(node.num_gpus for node in nodes)
     if on_gpus and (missing := {gpu.node for gpu in needed if gpu.index >= nodes[gpu.node].num_gpus}):
         raise ConfigError([_too_few_gpus(nodes[number], sum(gpu.node == number for gpu in needed)) for number in sorted(missing)])
@@ -63,7 +62,6 @@ def find_placement(config: RunConfig) -> RunPlacement:
         by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
         return tuple(place(gpus, number, on_gpu=with_gpus) for gpus in by_node)
 
-    with_gpus = config.rollout.traits.has_environment
     return RunPlacement(
         ranks=tuple(place([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
         servers=tuple(places_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
@@ -77,8 +75,7 @@ def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list
     uses_gpus = placement.device != "cpu" and any(node.num_gpus for node in alive)
     if placement.gpu is not None and placement.device != "cpu" and not uses_gpus:
         raise ConfigError([_no_gpus(placement.gpu.name, alive)])
-    counts = placement.gpus_per_node is not None and uses_gpus
-    wanted = placement.gpus_per_node if counts and placement.gpus_per_node is not None else 0
+    wanted = placement.gpus_per_node if placement.gpus_per_node is not None and uses_gpus else 0
     usable = [node for node in alive if node.num_gpus >= wanted]
     if len(usable) < placement.nodes:
         raise ConfigError([_missing(placement, usable, alive, wanted)])

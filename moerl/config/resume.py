@@ -37,15 +37,12 @@ def resume_differences(old_yaml: str | bytes, new: RunConfig, *, path: str = "co
         fix = "another name= (or output_dir=) for a new run, or the file as the run wrote it"
         return [problem(path, NOT_SET, "must be the settings of the run", str(error), fix)]
     old, now = to_plain(build(plain)), to_plain(new)
-    return [*_changed_settings(old, now), *_changed_optimizers(old, now)]
-
-
-def _changed_settings(old: Any, now: Any) -> list[Problem]:
-    return [
+    changed = [
         _changed(path, before, value, reason)
         for section, reason in FIXED.items()
         for path, before, value in _differences(section, *(reduce(getitem, section.split("."), plain) for plain in (old, now)))
     ]
+    return changed + _changed_optimizers(old, now)
 
 
 def _changed_optimizers(old: Any, now: Any) -> list[Problem]:
