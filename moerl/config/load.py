@@ -22,17 +22,15 @@ Check = Callable[[RunConfig, Facts], Iterable[Problem]]
 _ADAPTER = TypeAdapter(RunConfig)
 
 
-def load(overrides: Sequence[str], config_dir: Path | None = None, *, checks: Sequence[Check] = ()) -> RunConfig:
-    """The run that `overrides` describe; the first is usually `recipe=NAME`.
-
-    `config_dir` holds recipes and groups of the user's own. `checks` are rules of packages this one may not import (rewards, data).
-    Raises ConfigError with every problem.
-    """
-    return checked(compose(overrides, config_dir), checks)
+def load(overrides: Sequence[str], config_dir: Path | None = None) -> RunConfig:
+    """The run that `overrides` describe; the first is usually `recipe=NAME`. `config_dir` holds recipes and groups of the user's own.
+    Raises ConfigError with every problem."""
+    return checked(compose(overrides, config_dir))
 
 
 def checked(plain: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
-    """The run of composed settings. Raises ConfigError with every problem."""
+    """The run of composed settings. `checks` are rules of packages this one may not import (rewards, data). Raises ConfigError with every
+    problem."""
     config = build(plain)
     facts = facts_of(config.model)
     problems = [problem for check in (validate, *checks) for problem in check(config, facts)]

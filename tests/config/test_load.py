@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from moerl.config.algorithm_settings import algorithm
-from moerl.config.compose import options
-from moerl.config.load import build, load, to_plain, to_yaml
+from moerl.config.compose import compose, options
+from moerl.config.load import build, checked, load, to_plain, to_yaml
 from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
@@ -117,7 +117,7 @@ def test_all_problems_of_the_schema_come_at_once():
 def test_all_problems_across_fields_come_at_once_with_those_of_other_packages():
     extra = Problem(path="reward", value=1, rule="r", reason="w", fix="f")
     with pytest.raises(ConfigError) as caught:
-        load([DEMO, "group_size=1", "train.layout.tp=3"], checks=[lambda config, facts: [extra]])
+        checked(compose([DEMO, "group_size=1", "train.layout.tp=3"]), [lambda config, facts: [extra]])
     paths = [problem.path for problem in caught.value.problems]
     assert {"group_size", "train.layout.tp", "train.layout.ranks", "reward"} <= set(paths)
 

@@ -33,8 +33,8 @@ def expert_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def manifest_difference(expected: Iterable[TensorSpec], offered: Iterable[TensorSpec], *, shown: int = 3) -> str:
-    """Differences of the two, as counts and the first `shown` names of each kind; empty if they agree."""
+def manifest_difference(expected: Iterable[TensorSpec], offered: Iterable[TensorSpec]) -> str:
+    """Differences of the two, as counts and the first names of each kind; empty if they agree."""
     offered = tuple(offered)
     want, have = {spec.name: spec for spec in expected}, {spec.name: spec for spec in offered}
     counts = Counter(spec.name for spec in offered)
@@ -46,12 +46,12 @@ def manifest_difference(expected: Iterable[TensorSpec], offered: Iterable[Tensor
             f"{name} (model {_form(want[name])}, offered {_form(have[name])})" for name in want if name in have and want[name] != have[name]
         ],
     }
-    return "; ".join(f"{len(found)} {kind}: {first_few(found, shown)}" for kind, found in kinds.items() if found)
+    return "; ".join(f"{len(found)} {kind}: {first_few(found)}" for kind, found in kinds.items() if found)
 
 
-def first_few(names: Iterable[str], shown: int = 3) -> str:
+def first_few(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _form(spec: TensorSpec) -> str:

@@ -27,9 +27,9 @@ def new_buffer(device: torch.device) -> "SharedBuffer | DeviceBuffer":
 class SharedBuffer:
     """The sender's memory. It only grows, and pages that were never written cost nothing."""
 
-    def __init__(self, num_bytes: int = 1):
+    def __init__(self) -> None:
         self._fd = os.memfd_create(_NAME)
-        self._map(num_bytes)
+        self._map(1)
 
     @property
     def source(self) -> str:
