@@ -18,8 +18,8 @@ class OutcomeObjective:
     """Cross-entropy of sigmoid(score) of a sequence, in equal parts at its response tokens."""
 
     beta: float
-    metric_names: ClassVar[tuple[str, ...]] = ("told_rightly", "right")
-    """Shares of sequences, likewise in parts."""
+    metric_names: ClassVar[tuple[str, ...]] = ("told_rightly", "right", "sequences")
+    """Numbers of sequences, likewise in parts."""
 
     def token_loss(self, columns: "TokenColumns") -> "TokenLoss":
         import torch  # by the ranks: the driver, which has this object too, has none
@@ -32,7 +32,8 @@ class OutcomeObjective:
         right_T = columns.advantage_T
         loss_T = binary_cross_entropy_with_logits(score_T, right_T, reduction="none") / columns.tokens_T
         told_T = ((score_T.detach() > 0) == (right_T > 0)).to(right_T.dtype)
-        metrics = {"told_rightly": told_T / columns.tokens_T, "right": right_T / columns.tokens_T}
+        told = {"told_rightly": told_T, "right": right_T, "sequences": torch.ones_like(right_T)}
+        metrics = {name: count_T / columns.tokens_T for name, count_T in told.items()}
         return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(columns.mask_T), metrics=metrics)
 
 

@@ -99,7 +99,7 @@ class Companions:
             right_above = self._config.outcome_model.right_above
             taught = replace(labelled(plain(batch), groups, algorithm, right_above=right_above), reference_logprobs=batch.process_reference)
             stats = await self._update(outcome, taught, outcome_loss(beta), step)
-            told |= _outcome_metrics(stats, batch.num_sequences)
+            told |= _outcome_metrics(stats)
         return told
 
     async def _update(self, companion: Companion, batch: StoredBatch, loss: Any, step: int) -> StepStats:
@@ -129,11 +129,12 @@ def _critic_metrics(stats: StepStats) -> dict[str, float]:
     }
 
 
-def _outcome_metrics(stats: StepStats, num_sequences: int) -> dict[str, float]:
-    shares = {name: value * stats.num_tokens / max(num_sequences, 1) for name, value in stats.objective.items()}
+def _outcome_metrics(stats: StepStats) -> dict[str, float]:
+    """Shares are of the sequences of updates that were applied: `stats` have no others."""
+    means = stats.objective
     return {
         "outcome_model/loss": stats.loss,
-        "outcome_model/accuracy": shares["told_rightly"],
-        "outcome_model/right": shares["right"],
+        "outcome_model/accuracy": means["told_rightly"] / means["sequences"],
+        "outcome_model/right": means["right"] / means["sequences"],
         **_common("outcome_model", stats),
     }
