@@ -17,7 +17,7 @@ from moerl.config.schema.data_config import _DataBase
 from moerl.config.schema.model_config import ScratchModel
 from moerl.evaluation.evaluator import evaluation_prompts, num_alike, record_of
 from moerl.evaluation.request import kind_of
-from moerl.evaluation.results import keep_samples_of
+from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.rewards.reward_rules import source_files
 from moerl.run import evaluate
 from moerl.scratch_model import write_scratch_model
@@ -244,6 +244,22 @@ def test_results_are_written_over_an_evaluation_and_over_nothing_else(folder: Pa
     assert [(each.path, each.rule) for each in error.value.problems] == [("--out", "must be new, or of an evaluation")]
     keep_samples_of(out, {})
     assert load_evaluation(words, checkpoint=folder, out=out).config.run_dir == out
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "identity", "stays"), [(False, {"seed": 1}, True), (False, {"seed": 2}, False), (True, {"seed": 1}, False)]
+)
+def test_samples_of_an_evaluation_stay_only_if_it_is_the_same_and_was_stopped(tmp_path: Path, has_ended: bool, identity: Any, stays: bool):
+    keep_samples_of(tmp_path, {"seed": 1})
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    if has_ended:
+        write_results(tmp_path, [], version=3)
+    keep_samples_of(tmp_path, identity)
+    assert samples.exists() == stays and not (tmp_path / RESULTS).exists()
+    samples.mkdir(exist_ok=True)
+    keep_samples_of(tmp_path, identity)
+    assert samples.exists(), "its own settings are the ones kept"
 
 
 def test_a_second_process_that_evaluates_into_the_same_directory_is_refused(folder: Path, tmp_path: Path):
