@@ -75,6 +75,12 @@ def test_a_shard_must_be_whole_blocks_and_a_smaller_cut_is_proposed():
         assert "train.fp8.recipe=mxfp8" in problem.fix
 
 
+@pytest.mark.parametrize(("size", "fix"), [(80, "tensorwise, or "), (96, "mxfp8, or train.fp8.recipe=tensorwise, or "), (72, None)])
+def test_a_recipe_is_proposed_only_where_the_size_suits_it(size, fix):
+    [problem] = problems("train.fp8={recipe:blockwise}", "train.dtype=bfloat16", f"model.scratch.hidden_size={size}")
+    assert problem.fix == ("" if fix is None else f"train.fp8.recipe={fix}") + "train.fp8=null"
+
+
 @pytest.mark.parametrize(
     ("recipe", "multiple", "wrong", "right"), [("blockwise", 128, 1000, 1024), ("mxfp8", 32, 1000, 1024), ("tensorwise", 16, 1000, 1008)]
 )
@@ -96,8 +102,9 @@ def test_every_rank_gets_whole_blocks_of_tokens(recipe, layout):
 def test_layers_in_bfloat16_are_layers_of_the_model_and_not_all_of_them():
     [problem] = problems("train.fp8={recipe:blockwise,first_layers_bf16:5}", "train.dtype=bfloat16")
     assert "at most 4" in problem.rule
-    [problem] = problems("train.fp8={recipe:blockwise,first_layers_bf16:2,last_layers_bf16:2}", "train.dtype=bfloat16")
-    assert problem.rule == "leaves no layer to FP8"
+    for first in (2, 3, 4):
+        [problem] = problems(f"train.fp8={{recipe:blockwise,first_layers_bf16:{first},last_layers_bf16:2}}", "train.dtype=bfloat16")
+        assert problem.rule == "leaves no layer to FP8"
 
 
 def test_the_recipes_of_a_layout_that_fits_are_accepted():

@@ -70,8 +70,8 @@ def _layer_problems(fp8: FP8Config, train: TrainConfig, num_layers: int) -> Iter
         if value > most:
             reason = f"Megatron takes at most as many as a pipeline stage has on average: {num_layers} / train.layout.pp={train.layout.pp}"
             yield problem(f"train.fp8.{name}", value, f"must be at most {most}", reason, f"train.fp8.{name}={most}")
-    both = fp8.first_layers_bf16 + fp8.last_layers_bf16
-    if both == num_layers:
+    both = fp8.first_layers_bf16, fp8.last_layers_bf16
+    if max(both) <= most and sum(both) >= num_layers:  # they may meet
         reason = "first_layers_bf16 and last_layers_bf16 together are all the layers the model has"
         yield problem("train.fp8.recipe", fp8.recipe, "leaves no layer to FP8", reason, "fewer of them, or train.fp8=null")
 
@@ -85,7 +85,7 @@ def _size_problems(fp8: FP8Config, train: TrainConfig, hf: Mapping[str, Any]) ->
             seen.add((linear.name, parts))
             shown = f"{linear.name} = {linear.size}" if parts == 1 else f"{linear.name} / {linear.cut_by} = {linear.size} / {parts}"
             yield problem(
-                "train.fp8.recipe", fp8.recipe, f"needs {shown} to be a multiple of {multiple}", _reason(fp8), _fix(fp8, linear, multiple)
+                "train.fp8.recipe", fp8.recipe, f"needs {shown} to be a multiple of {multiple}", _reason(fp8), _fix(linear, parts, multiple)
             )
 
 
@@ -97,8 +97,9 @@ def _reason(fp8: FP8Config) -> str:
     return "FP8 products need both sides of a weight in multiples of 16"
 
 
-def _fix(fp8: FP8Config, linear: LinearSize, multiple: int) -> str:
-    others = [f"train.fp8.recipe={name}" for name in ("mxfp8", "tensorwise") if FP8Config(recipe=name).alignment < multiple]
+def _fix(linear: LinearSize, parts: int, multiple: int) -> str:
+    narrower = [fp8 for fp8 in (FP8Config(recipe="mxfp8"), FP8Config(recipe="tensorwise")) if fp8.alignment < multiple]
+    others = [f"train.fp8.recipe={fp8.recipe}" for fp8 in narrower if linear.size % (parts * fp8.alignment) == 0]
     fits = [parts for parts in range(1, linear.size + 1) if linear.cut_by and linear.size % (parts * multiple) == 0]
     smaller = [f"train.layout.{linear.cut_by}={max(fits)} or a divisor of it"] if fits else []
     return ", or ".join([*smaller, *others, "train.fp8=null"])
