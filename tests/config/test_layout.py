@@ -1,10 +1,13 @@
 """Parallel sizes: what follows from them, and that a layout without problems divides everything it cuts."""
 
+import re
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.derive.model_shape import ModelShape
-from moerl.config.rules.parallel_rules import broken_layout
+from moerl.config.rules.parallel_rules import broken_layout, contradictions, pipeline_problems
 from moerl.config.schema.layout import Layout
 
 sizes = st.sampled_from([1, 2, 3, 4, 8])
@@ -59,3 +62,23 @@ def test_padded_tokens_divide_over_sequence_and_context_parallel_ranks(layout: L
     assert layout.token_multiple % layout.tp == 0
     if layout.cp > 1:
         assert layout.token_multiple % (2 * layout.cp) == 0
+
+
+@given(
+    st.builds(
+        Layout,
+        ranks=st.integers(1, 24),
+        pp=sizes,
+        vpp=st.sampled_from([1, 2, 3]),
+        embedding_as_layer=st.booleans(),
+        loss_as_layer=st.booleans(),
+    ),
+    st.integers(1, 32),
+)
+def test_every_cut_that_is_proposed_instead_of_an_uneven_one_can_be_made(layout: Layout, num_layers: int):
+    fixes = [problem.fix for problem in pipeline_problems(layout, num_layers) if problem.fix.startswith("one of: ")]
+    for option in (option for fix in fixes for option in fix.removeprefix("one of: ").split("; ") if not option.startswith("fewer chunks")):
+        found = {name: {"true": True, "false": False}.get(value, value) for name, value in re.findall(r"(\w+)=(\w+)", option)}
+        counted = {"embedding_as_layer": False, "loss_as_layer": False} if "without" in option else {}
+        changed = replace(layout, **counted, **{name: value if isinstance(value, bool) else int(value) for name, value in found.items()})
+        assert changed != layout and not [*contradictions(changed), *pipeline_problems(changed, num_layers)], option

@@ -4,6 +4,7 @@ Of the cut, Megatron's: megatron/core/transformer/transformer_block.py, get_num_
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.derive.pipeline import chunk_layers, stage_layers
@@ -156,13 +157,21 @@ def _uneven_problems(layout: Layout, num_layers: int) -> Iterator[Problem]:
 
 def _even_fix(layout: Layout, num_layers: int) -> str:
     """pp must also divide the ranks, so only those values are named."""
-    fits = [pp for pp in range(1, num_layers + 1) if num_layers % (pp * layout.vpp) == 0 and layout.ranks % pp == 0]
-    options = [f"pp={pp}" for pp in fits] if layout.vpp == 1 else [f"pp={pp} with vpp={layout.vpp}" for pp in fits if pp > 1]
-    if layout.pp > 1:
-        if (num_layers + 2) % (layout.pp * layout.vpp) == 0 and num_layers + 2 >= 2 * layout.pp * layout.vpp:
-            options.append("embedding_as_layer=true and loss_as_layer=true")
-        options.append(_uneven_fix(layout, num_layers))
-    return "one of: " + "; ".join(options)
+    fits = [pp for pp in range(1, num_layers + 3) if layout.ranks % pp == 0 and _is_even(replace(layout, pp=pp), num_layers)]
+    options = [f"pp={pp}" if layout.vpp == 1 else f"pp={pp} with vpp={layout.vpp}" for pp in fits]
+    for counts in (False, True):
+        if _is_even(replace(layout, embedding_as_layer=counts, loss_as_layer=counts), num_layers):
+            options.append(f"embedding_as_layer={counts} and loss_as_layer={counts}".lower())
+    without = " without embedding_as_layer and loss_as_layer" if layout.embedding_as_layer or layout.loss_as_layer else ""
+    return "one of: " + "; ".join([*options, _uneven_fix(layout, num_layers) + without])
+
+
+def _is_even(layout: Layout, num_layers: int) -> bool:
+    """Every chunk has as many layers, at least one of them the model's, by a layout that does not contradict itself."""
+    counted = num_layers + layout.embedding_as_layer + layout.loss_as_layer
+    if any(contradictions(layout)) or counted % (layout.pp * layout.vpp):
+        return False
+    return min(min(stage) for stage in chunk_layers(layout, num_layers)) >= 1
 
 
 def _uneven_fix(layout: Layout, num_layers: int) -> str:
