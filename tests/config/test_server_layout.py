@@ -101,6 +101,24 @@ def test_a_layout_that_breaks_a_rule_is_refused(recipe, layout, path, said):
     assert [each.path for each in found if said in f"{each.rule} {each.reason}"] == [f"rollout.layout.{path}"], found
 
 
+@pytest.mark.parametrize(
+    ("layout", "field", "fix"),
+    [
+        (ServerLayout(gpus=12, gpus_per_node=12), "dp", "dp=3"),
+        (ServerLayout(gpus=96, dp=8, gpus_per_node=12, ep=32), "dp", "dp=12"),
+        (ServerLayout(gpus=1024, dp=128), "ep", "ep=2 or ep=4 or ep=8 or ep=16 or ep=32"),
+        (ServerLayout(gpus=4096, dp=512), "ep", "ep=8 or ep=16 or ep=32"),
+        (ServerLayout(gpus=2**15, dp=2**12), "ep", "a smaller gpus"),
+    ],
+)
+def test_what_is_proposed_instead_of_a_size_keeps_the_rule(layout, field, fix):
+    (found,) = [each for each in broken(GLM, layout, max_running=2**12) if " must leave" in f" {each.rule}"]
+    assert (found.path, found.fix) == (f"rollout.layout.{field}", fix)
+    for each in re.findall(rf"{field}=(\d+)", fix):
+        changed = broken(GLM, replace(layout, **{field: int(each)}), max_running=2**12)
+        assert not [other for other in changed if "must leave" in other.rule or "must divide" in other.rule]
+
+
 def test_sizes_outside_their_range_are_refused_by_the_schema():
     (found,) = problems(DEEPSEEK, "rollout.layout.memory_fraction=1.5")
     assert found.path == "rollout.layout.memory_fraction"

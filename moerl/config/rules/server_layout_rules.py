@@ -124,7 +124,9 @@ def _head_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]
     heads = shape.num_kv_heads
     if not shape.has_latent_attention and heads % layout.tp and layout.tp % heads:
         reason = f"the {layout.tp} GPUs of a group share heads, or each head is on as many of them"
-        fix = f"dp={max(1, layout.gpus // heads)}"
+        fits = (layout.gpus // dp for dp in range(layout.dp + 1, layout.gpus + 1) if layout.gpus % dp == 0)
+        tp = next(tp for tp in fits if shape.num_heads % tp == 0 and (heads % tp == 0 or tp % heads == 0))
+        fix = f"dp={layout.gpus // tp}"
         yield _problem("dp", layout.dp, f"must leave a divisor or a multiple of the model's {heads} key/value heads", reason, fix)
 
 
@@ -149,7 +151,9 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
     if shape.expert_ffn_size % layout.expert_tp:
         reason = f"gpus={layout.gpus} over ep={layout.ep} cut every expert into {layout.expert_tp} parts"
         rule = f"must leave a divisor of the experts' inner size {shape.expert_ffn_size}"
-        yield _problem("ep", layout.ep, rule, reason, f"ep={layout.gpus}")
+        sizes = (ep for ep in range(1, layout.gpus + 1) if layout.gpus % ep == 0 and (num_experts + redundant) % ep == 0)
+        fits = [f"ep={ep}" for ep in sizes if shape.expert_ffn_size % (layout.gpus // ep) == 0]
+        yield _problem("ep", layout.ep, rule, reason, " or ".join(fits) or "a smaller gpus")
 
 
 def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
