@@ -174,14 +174,16 @@ def test_warnings_of_moerl_are_shown_and_those_of_libraries_only_logged(make_con
             noisy.warning("tokenizer chatter")
             warnings.warn("deprecated thing", stacklevel=1)
             logging.getLogger("moerl.rewards").warning("a verifier was killed")
+            logging.getLogger("moerl.rewards").error("a verifier is lost")
             logging.getLogger("moerl.rewards").info("detail")
+        logging.getLogger("moerl.rewards").warning("of whatever comes after the run")
         assert noisy.handlers == [handler] and not noisy.propagate, "as it was found"
     finally:
         noisy.removeHandler(handler)
         noisy.propagate = True
     shown = console.file.getvalue()
-    assert "warning: a verifier was killed" in shown
-    assert not [text for text in ("chatter", "deprecated", "detail") if text in shown + capsys.readouterr().err]
+    assert "warning: a verifier was killed" in shown and "error: a verifier is lost" in shown
+    assert not [text for text in ("chatter", "deprecated", "detail", "after the run") if text in shown + capsys.readouterr().err]
     logged = (config.run_dir / "run.log").read_text()
     assert not [text for text in ("tokenizer chatter", "deprecated thing", "a verifier was killed", "detail") if text not in logged]
 

@@ -119,6 +119,25 @@ def test_charts_hold_the_numbers_of_the_run(make_run):
     assert band["y"] == band["upper"] == [0.5] * 3, "one sample has no spread"
 
 
+def test_numbers_of_different_steps_are_told_apart(make_config, make_group, make_sample, make_stats):
+    """The first, the last ten, and the largest ever; the band of rewards ends at the lowest and the highest."""
+    config = make_config()
+    with Observer(config) as observe:
+        for version in range(1, 13):
+            with observe.phase("rollout"):
+                pass
+            rewards = (0.0, 0.0, 0.0, 1.0) if version == 1 else (0.0, 1.0, 1.0, 1.0)
+            stats = make_stats(mismatch_mean=1.0 if version == 1 else 0.5, mismatch_max=8.0 if version == 2 else 4.0)
+            observe.step(version, [make_group(*map(make_sample, rewards))], stats)
+    text = (path := write_report(config.run_dir)).read_text()
+    assert "last 10; 0.25 at first" in text and "last 10; largest ever 8" in text
+    traces = {trace["name"]: trace for trace in page_of(path).data["charts"][0]["traces"]}
+    band, spread = traces["one standard deviation"], 0.1875**0.5
+    assert (band["y"][0], band["upper"][0]) == pytest.approx((0.0, 0.25 + spread))
+    assert (band["y"][-1], band["upper"][-1]) == pytest.approx((0.75 - spread, 1.0))
+    assert (traces["min"]["y"], traces["max"]["y"]) == ([0.0] * 12, [1.0] * 12)
+
+
 def test_phases_of_a_single_step_are_bars(make_run):
     """An area has nothing to show between one step and no other."""
 
