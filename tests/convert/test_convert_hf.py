@@ -182,6 +182,16 @@ def test_another_source_or_setting_does_not_go_on_with_the_files_of_an_interrupt
 # -- bad input -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", [INDEX, "model.safetensors"])
+def test_a_folder_without_a_tensor_is_no_checkpoint(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "of_somebody"}')
+    (tmp_path / "empty" / name).write_bytes(b"{}" if name == INDEX else b"\x02" + bytes(7) + b"{}")
+    with pytest.raises(ConvertError, match="needs a weight_map" if name == INDEX else "has no weights"):
+        run(tmp_path / "empty", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_absent_truncated_and_broken_file_is_listed_at_once(source, tmp_path):
     files = sorted(source.glob("*.safetensors"))
     files[0].unlink()

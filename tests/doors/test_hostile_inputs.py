@@ -146,7 +146,8 @@ def test_two_tensors_on_the_same_bytes(folder, moerl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "index", [{"weight_map": {"x": LONG * 20}}, {"weight_map": {"x": "../model.safetensors"}}, {"weight_map": [1]}, [1]]
+    "index",
+    [{"weight_map": {"x": LONG * 20}}, {"weight_map": {"x": "../model.safetensors"}}, {"weight_map": [1]}, {"weight_map": {}}, {}, [1]],
 )
 def test_an_index_of_files(index, folder, moerl):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

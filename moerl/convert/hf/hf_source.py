@@ -38,6 +38,9 @@ class HFSource:
             raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
         config = _read(read_object, directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
+        if not tensors and not problems:
+            reason = "its files hold no tensor"
+            problems.append(problem("SRC", str(directory), "has no weights", reason, "fetch the checkpoint again"))
         if problems:
             raise ConvertError(problems)
         return cls(directory=directory, config=config, tensors=tensors)
@@ -65,9 +68,11 @@ def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTe
             problems.append(problem("SRC", str(directory), "has no weights", reason, "a folder with the model's safetensors files"))
             return {}
         return _read(read_header, directory / SINGLE, problems, rule=_NO_SAFETENSORS)
-    index = _read(read_object, directory / INDEX, problems)
-    weight_map = index.get("weight_map", {}) if index else {}
-    if index and not (isinstance(weight_map, dict) and weight_map and all(is_file_name(file) for file in weight_map.values())):
+    num_before = len(problems)
+    weight_map = _read(read_object, directory / INDEX, problems).get("weight_map")
+    if len(problems) > num_before:
+        return {}
+    if not (isinstance(weight_map, dict) and weight_map and all(is_file_name(file) for file in weight_map.values())):
         problems.append(
             problem("SRC", str(directory / INDEX), "needs a weight_map of names to files beside it", "it has none", "fetch it again")
         )
