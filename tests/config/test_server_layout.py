@@ -137,6 +137,7 @@ def test_more_tokens_than_the_kernels_for_latency_send_are_refused_with_the_most
     drafting = loaded(GLM).rollout.layout
     (found,) = broken(GLM, drafting, max_running=1025)
     assert "at most 1024 for all_to_all=deepep, dp=4 and mtp_tokens=3" in found.rule
+    assert found.fix == "rollout.max_running=1024, a larger rollout.layout.dp, or rollout.layout.all_to_all=deepep_normal"
     assert broken(GLM, replace(drafting, all_to_all="deepep_normal"), max_running=1025) == []
 
 
@@ -230,7 +231,7 @@ def test_prompts_go_through_the_kernels_for_latency_too(engine):
     layout = ServerLayout(gpus=32, dp=4, ep=32, all_to_all="deepep_low_latency")
     assert broken(GLM, layout, engine=engine, max_running=512, prefill_chunk=256) == []
     (found,) = broken(GLM, layout, engine=engine, max_running=512, prefill_chunk=4096)
-    assert found.path == "rollout.prefill_chunk"
+    assert found.path == "rollout.prefill_chunk" and ", or rollout.layout.all_to_all=deepep" in found.fix
 
 
 # -- checking and starting ---------------------------------------------------------------------------------------------

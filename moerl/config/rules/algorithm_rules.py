@@ -233,9 +233,8 @@ def _engine_filter_problems(config: RunConfig, path: str, value: float) -> Itera
             yield problem("rollout.top_k", rollout.top_k, f"must be in [2, {MOST_LEFT}]", reason, f"rollout.top_k={MOST_LEFT // 8}")
         if rollout.layout.mtp_tokens:
             reason = "what was left is then of drafts too"
-            yield problem(
-                path, value, "needs rollout.layout.mtp_tokens=0", reason, "mtp_tokens=0, or rollout.top_p=1.0 and rollout.top_k=0"
-            )
+            fix = "rollout.layout.mtp_tokens=0, or rollout.top_p=1.0 and rollout.top_k=0"
+            yield problem(path, value, "needs rollout.layout.mtp_tokens=0", reason, fix)
     elif rollout.traits.no_sets:
         reason = f"{rollout.traits.no_sets}, and log-probs would be of another distribution"
         able = " or ".join(engine for engine, traits in TRAITS.items() if not traits.no_sets)

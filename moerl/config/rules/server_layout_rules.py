@@ -187,12 +187,12 @@ def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     most = LOW_LATENCY_TOKENS // (layout.mtp_tokens + 1) * layout.dp
     if rollout.max_running > most:
         rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
-        fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
+        fix = f"rollout.max_running={most}, a larger rollout.layout.dp, or rollout.layout.all_to_all=deepep_normal"
         yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
     if layout.all_to_all == "deepep_low_latency" and rollout.prefill_chunk > LOW_LATENCY_TOKENS:
         rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency"
-        other = "deepep, or deepep_normal" if rollout.engine == "sglang" else "deepep_normal"
-        reason, fix = f"prompts go through them too: {_LATENCY_REASON}", f"rollout.prefill_chunk=256, or all_to_all={other}"
+        other = "deepep or deepep_normal" if rollout.engine == "sglang" else "deepep_normal"
+        reason, fix = f"prompts go through them too: {_LATENCY_REASON}", f"rollout.prefill_chunk=256, or rollout.layout.all_to_all={other}"
         yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
 
 
@@ -213,7 +213,9 @@ def _replay_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         given = f"max_running={rollout.max_running} and mtp_tokens={layout.mtp_tokens}"
         rule = f"must be at least {least} for train.router_replay=rollout, {given}"
         reason = "SGLang's record of the experts has room for so many tokens of a pass (state_capturer/routed_experts.py)"
-        yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, f"rollout.prefill_chunk={least}, or mtp_tokens=0")
+        yield problem(
+            "rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, f"rollout.prefill_chunk={least}, or rollout.layout.mtp_tokens=0"
+        )
     if layout.redundant_experts is not None:
         reason = "whether the engine reports a copy's number or its expert's is not tested"
         rule = "cannot be kept with train.router_replay=rollout"
