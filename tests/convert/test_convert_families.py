@@ -132,6 +132,15 @@ def test_a_folder_that_becomes_a_folder_must_hold_its_model_and_nothing_else(dir
     assert [each.rule for each in caught.value.problems] == rules
 
 
+def test_rotary_frequencies_which_old_folders_hold_are_no_unknown_tensors(directories, tmp_path):
+    directory = shutil.copytree(directories["qwen3"], tmp_path / "qwen3")
+    kept = load_file(directory / "model.safetensors")
+    save_file(kept | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, directory / "model.safetensors")
+    convert(Conversion(source=directory, target=tmp_path / "sharded", to="moerl", dtype="float32"), dry_run=False)
+    convert(Conversion(source=tmp_path / "sharded", target=tmp_path / "out", files_from=directory), dry_run=False)
+    assert_same(tmp_path / "out", kept)
+
+
 def test_a_setting_that_config_json_lacks_is_named(directories, tmp_path):
     directory = shutil.copytree(directories["deepseek_v3"], tmp_path / "deepseek")
     config = json.loads((directory / "config.json").read_text())
