@@ -16,7 +16,7 @@ class ReferenceEntry:
     """A setting, or a section of them."""
 
     path: str
-    """Dotted; NAME stands for a name of the user's choice."""
+    """Dotted; NAME stands for a name of the user's choice, INDEX for a place in a list."""
     takes: str
     """Type, bounds and default in words."""
     text: str
@@ -24,6 +24,8 @@ class ReferenceEntry:
     only: tuple[str, ...] = ()
     """Choices with which there is this setting, e.g. data.kind=files; empty: with all."""
     is_section: bool = False
+    is_open: bool = False
+    """Entries beneath it are named by the user, or numbered, and have no text of their own."""
 
     @property
     def lines(self) -> list[str]:
@@ -33,13 +35,17 @@ class ReferenceEntry:
 
 
 def explanation(key: str) -> str:
-    """The text of the setting or section; of a section also every field. Empty key: the sections of a run. Raises ConfigError."""
-    found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path), key)]
+    """The text of the setting or section; of a section also every field; of what is beneath an open one, that one's. Empty key: the
+    sections of a run. Raises ConfigError."""
+    found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path) + (_BENEATH if setting.is_open else ""), key)]
     if key and not found:
         raise ConfigError([_unknown(key)])
     fields = [setting for setting in settings() if re.fullmatch(_pattern(parent_of(setting.path)), key)]
     blocks = [*found, *(field for field in fields if field not in found)]
     return "".join("\n".join([block.path, *(f"    {line}" for line in block.lines)]) + "\n" for block in blocks)
+
+
+_BENEATH = r"(\..+)?"
 
 
 @cache
@@ -60,11 +66,18 @@ def _setting(field: Node, path: str, only: tuple[str, ...], *, is_required: bool
     node = resolve(field)
     named = node.get("additionalProperties")
     named = named if isinstance(named, dict) and "$ref" in named else None
-    is_section = named is not None or "properties" in node or "discriminator" in node
+    listed = node.get("items", {})
+    listed = listed if "$ref" in listed or "discriminator" in listed else None
+    has_fields = named is not None or "properties" in node or "discriminator" in node
     text = " ".join(filter(None, [description(node), " ".join(node["section"].split())]))
-    yield ReferenceEntry(path=path, takes=_takes(field, node, is_required, is_section), text=text, only=only, is_section=is_section)
+    yield ReferenceEntry(
+        path=path, takes=_takes(field, node, is_required, has_fields), text=text, only=only, is_section=has_fields or listed is not None,
+        is_open=not has_fields and listed is None and node.get("type") in ("object", "array"),
+    )  # fmt: skip
     if named is not None:
         yield from _setting(named, f"{path}.NAME", only, is_required=False)
+    elif listed is not None:
+        yield from _setting(listed, f"{path}.INDEX", only, is_required=False)
     elif "discriminator" in node:
         yield from _chosen(node, path, only)
     else:
@@ -102,8 +115,14 @@ def _unknown(key: str) -> Problem:
     beside = [path for path in paths if parent_of(path) == parent]
     same_name = [path for path in paths if path.rpartition(".")[2] == key.rpartition(".")[2]]
     near = list(dict.fromkeys([*difflib.get_close_matches(key, beside, n=1), *same_name[:3], *difflib.get_close_matches(key, paths, n=1)]))
-    has = f"{parent if parent else 'a run'} has {', '.join(path.rpartition('.')[2] for path in beside)}"
-    return problem("KEY", key, "is not a setting", has, f"did you mean {' or '.join(near)}?" if near else "name one of those")
+    has = f"{parent if parent else 'a run'} has {', '.join(path.rpartition('.')[2] for path in beside) if beside else 'a value of its own'}"
+    return problem(
+        "KEY",
+        key,
+        "is not a setting",
+        has,
+        f"did you mean {' or '.join(near)}?" if near else "name one of those" if beside else f"moerl explain {parent}",
+    )
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -118,5 +137,5 @@ def parent_of(path: str) -> str:
 
 
 def _pattern(path: str) -> str:
-    """A regular expression for the path, and for what a user wrote in place of NAME."""
-    return re.escape(path).replace("NAME", r"[^.]+")
+    """A regular expression for the path, and for what a user wrote in place of NAME and INDEX."""
+    return re.escape(path).replace("NAME", r"[^.]+").replace("INDEX", r"(\d+|INDEX)")
