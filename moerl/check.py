@@ -1,6 +1,7 @@
 """Loading with the checks of every package: what `moerl train` starts from and `moerl check` prints. Imports no torch."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -85,7 +86,17 @@ def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from check_reward(config.reward)
     for name, dataset in config.eval.datasets.items() if config.eval is not None else ():
         found = [*check_data(dataset.data), *(check_reward(dataset.reward) if dataset.reward is not None else ())]
-        yield from (replace(each, path=f"eval.datasets.{name}.{each.path}") for each in found)
+        yield from (_of_dataset(f"eval.datasets.{name}.", each) for each in found)
+
+
+_SETTING = re.compile(r"(?<![\w.])(?=(?:data\.(?:args|chat_template|files|size|task)|reward\.terms)\b)")
+"""Where a setting of a data set or a reward begins in a message."""
+
+
+def _of_dataset(section: str, found: Problem) -> Problem:
+    """`found`: of an evaluated data set, in the words of the run's own."""
+    rule, fix = (_SETTING.sub(section, text) for text in (found.rule, found.fix))
+    return replace(found, path=f"{section}{found.path}", rule=rule, fix=fix)
 
 
 def _is_recipe_alone(config: RunConfig) -> bool:

@@ -22,7 +22,7 @@ def settings_page() -> str:
     """Every setting as Markdown, a heading for each section."""
     intro = (
         "# Settings\n\nEvery setting of a run, from the schema (`moerl/config/schema`). `moerl explain KEY` prints what stands here, "
-        "`moerl check` the values that a run has. NAME stands for a name of your choice.\n"
+        "`moerl check` the values that a run has. NAME stands for a name of your choice, INDEX for a place in a list, from 0.\n"
     )
     parts = [intro, "\n## The run\n\n", *(_item(setting) for setting in settings() if not parent_of(setting.path))]
     for section in settings():

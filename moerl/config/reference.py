@@ -37,15 +37,12 @@ class ReferenceEntry:
 def explanation(key: str) -> str:
     """The text of the setting or section; of a section also every field; of what is beneath an open one, that one's. Empty key: the
     sections of a run. Raises ConfigError."""
-    found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path) + (_BENEATH if setting.is_open else ""), key)]
+    found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path) + (r"(\..+)?" if setting.is_open else ""), key)]
     if key and not found:
         raise ConfigError([_unknown(key)])
     fields = [setting for setting in settings() if re.fullmatch(_pattern(parent_of(setting.path)), key)]
     blocks = [*found, *(field for field in fields if field not in found)]
     return "".join("\n".join([block.path, *(f"    {line}" for line in block.lines)]) + "\n" for block in blocks)
-
-
-_BENEATH = r"(\..+)?"
 
 
 @cache

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,9 +60,10 @@ def evaluation_prompts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Pro
             found[name] = PromptSource(
                 load_dataset(settings.data, seed=config.eval.seed), tokenizer, settings.data, seed=config.eval.seed,
                 max_context=config.model.max_context, max_response_tokens=max_response_tokens(config),
+                section=f"eval.datasets.{name}.data",
             )  # fmt: skip
         except ConfigError as error:
-            problems += [replace(each, path=f"eval.datasets.{name}.{each.path}") for each in error.problems]
+            problems += error.problems
         except DataError as error:
             errors.append(f"eval.datasets.{name}: {error}")
     if problems:

@@ -15,8 +15,6 @@ from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, PURE_KINDS
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.errors import Problem, can_be, problem
 
-_FUNCTION = "path=rewards.py:score, or path=package.module:score"
-
 
 def check_reward(config: RewardConfig) -> Iterator[Problem]:
     if not config.terms:
@@ -64,14 +62,14 @@ def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:
 
 
 def _function(path: str, value: str | None) -> Iterator[Problem]:
-    broken = partial(problem, path, value)
+    broken, path_fix = partial(problem, path, value), f"{path}=rewards.py:score, or {path}=package.module:score"
     if value is None:
-        yield broken("must be given for kind=function", "it names the function to call", _FUNCTION)
+        yield broken("must be given for kind=function", "it names the function to call", path_fix)
         return
     try:
         source, name = split_path(value)
     except ValueError:
-        yield broken("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name", _FUNCTION)
+        yield broken("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name", path_fix)
         return
     file = _source_file(source)
     if file is None:

@@ -37,17 +37,18 @@ class PromptSource:
         max_context: int,
         max_response_tokens: int,
         shown: str | None = None,
+        section: str = "data",
     ):
         """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template, or if it
         does not read what it is given. `shown`: distillation.shown; prompts then come with the answer too, which must fit into the context
-        likewise."""
+        likewise. `section`: of the settings, for messages."""
         self._shown, self._context = shown, max_context - max_response_tokens
-        self._dataset, self._tokenizer, self._config, self._seed = dataset, tokenizer, config, seed
-        if config.chat_template and (problems := list(_template_problems(config.chat_template_kwargs, tokenizer.chat_template))):
+        self._dataset, self._tokenizer, self._config, self._seed, self._section = dataset, tokenizer, config, seed, section
+        if config.chat_template and (problems := list(_template_problems(section, config.chat_template_kwargs, tokenizer.chat_template))):
             raise ConfigError(problems)
         self._limit = min(config.max_prompt_tokens, max_context - max_response_tokens)
         self._limit_rule = (
-            f"data.max_prompt_tokens={config.max_prompt_tokens}"
+            f"{section}.max_prompt_tokens={config.max_prompt_tokens}"
             if config.max_prompt_tokens <= max_context - max_response_tokens
             else f"model.max_context={max_context} minus rollout.max_response_tokens={max_response_tokens}"
         )
@@ -122,7 +123,7 @@ class PromptSource:
             return
         heading = f"{overlong.count} of {len(self._dataset)} prompts are longer than {self._limit} tokens ({self._limit_rule})"
         if self._config.overlong_prompts == "error":
-            raise DataError(f"{heading}; raise the limit, shorten them, or write data.overlong_prompts=drop\n{overlong}")
+            raise DataError(f"{heading}; raise the limit, shorten them, or write {self._section}.overlong_prompts=drop\n{overlong}")
         if overlong.count == len(self._dataset):
             raise DataError(f"{heading}, so none is left\n{overlong}")
         logger.warning("%s and are left out\n%s", heading, overlong)
@@ -159,22 +160,22 @@ class PromptSource:
         return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def _template_problems(values: Mapping[str, Any], template: str | None) -> Iterator[Problem]:
+def _template_problems(section: str, values: Mapping[str, Any], template: str | None) -> Iterator[Problem]:
     if not template:
-        reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
-        yield problem("data.chat_template", True, "needs a template", reason, fix)
+        reason, fix = "the tokenizer of this model has no chat template", f"{section}.chat_template=false, or a model with one"
+        yield problem(f"{section}.chat_template", True, "needs a template", reason, fix)
         return
     try:
         read = names_read(template)
     except TemplateError as error:
-        fix = "the file as the model's authors publish it, or data.chat_template=false"
-        yield problem("data.chat_template", True, "needs a template that can be read", str(error), fix)
+        fix = f"the file as the model's authors publish it, or {section}.chat_template=false"
+        yield problem(f"{section}.chat_template", True, "needs a template that can be read", str(error), fix)
         return
     reason = f"it reads {', '.join(sorted(read))}" if read else "it reads the conversation alone"
     for name in sorted(values.keys() - read):
         near = difflib.get_close_matches(name, read, n=1)
         fix = f"did you mean {near[0]}?" if near else "leave it out"
-        yield problem(f"data.chat_template_kwargs.{name}", values[name], "is not read by the model's chat template", reason, fix)
+        yield problem(f"{section}.chat_template_kwargs.{name}", values[name], "is not read by the model's chat template", reason, fix)
 
 
 def demonstration(asked: Prompt | Row) -> str:

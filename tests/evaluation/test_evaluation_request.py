@@ -93,6 +93,29 @@ def test_the_reward_of_the_run_must_fit_the_data_set_too(tmp_path: Path):
     assert "needs eval.datasets.repeat.data.kind=gym" in found["eval.datasets.repeat.reward.terms.repeat.kind"]
 
 
+def test_what_a_fix_says_to_write_is_the_data_set_s_own_and_not_the_run_s(tmp_path: Path):
+    data = "{kind: files, files: [], chat_template: false, chat_template_kwargs: {b: 1}, max_prompt_tokens: 8}"
+    reward = "{terms: {f: {kind: function}, e: {kind: exact, pattern: x}}}"
+    found = problems_of(DEMO, f"eval={{datasets: {{own: {{data: {data}, reward: {reward}}}}}}}", f"output_dir={tmp_path}")
+    fixes = [text.partition("fix: ")[2] for path, text in found.items() if path.startswith("eval.")]
+    assert sorted(fixes) == [
+        "eval.datasets.own.data.chat_template=true, or leave it out",
+        "eval.datasets.own.data.files=[train.parquet]",
+        "eval.datasets.own.reward.terms.f.path=rewards.py:score, or eval.datasets.own.reward.terms.f.path=package.module:score",
+        "leave it out, or eval.datasets.own.reward.terms.e.kind=format",
+    ]
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_settings_of_its_data_set(tmp_path: Path):
+    (tmp_path / "long.jsonl").write_text('{"prompt": [{"role": "user", "content": "0123456789"}], "reward_model": {"ground_truth": "3"}}\n')
+    data = f"{{kind: files, files: [{tmp_path}/long.jsonl], chat_template: false, max_prompt_tokens: 4}}"
+    config = load([DEMO, f"+eval={{datasets: {{own: {{data: {data}}}}}}}", f"output_dir={tmp_path}"])
+    with pytest.raises(DataError) as error:
+        evaluation_prompts(config, load_model(config).tokenizer)
+    assert "(eval.datasets.own.data.max_prompt_tokens=4)" in str(error.value)
+    assert "or write eval.datasets.own.data.overlong_prompts=drop\n" in str(error.value)
+
+
 def test_without_data_sets_or_a_checkpoint_there_is_nothing_to_evaluate(tmp_path: Path):
     found = problems_of(DEMO, f"output_dir={tmp_path}")
     assert "configs/eval" in found["eval"]
