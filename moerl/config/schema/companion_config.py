@@ -23,7 +23,7 @@ class CriticConfig(Strict):
     optimizer: OptimizerConfig | None = None
     """None: the policy's."""
     clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Bound on the move of a value in an update, as clip_low is for a ratio; None: there is none."""
+    """Bound on the move of a value in a step, as clip_low is for a ratio; None: there is none."""
     warmup_steps: NotNegative = 0
     """First steps in which the critic alone learns: the policy's learning rate is 0."""
 

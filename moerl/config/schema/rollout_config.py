@@ -132,7 +132,8 @@ class RolloutConfig(Strict):
     the nodes of the servers, whose answers they share. None: one for each node with servers, more where the longest samples of a step would
     take over 10 s, up to ten on a node; moerl check prints how many, and the seconds. Without effect for fake."""
     prefill_chunk: Positive = 64
-    """Prompt tokens of one request computed per engine iteration."""
+    """Tokens of prompts computed per engine iteration. hf: of each request. sglang: of all requests of a data-parallel group together.
+    vllm: likewise, with those that are decoded, but at least one for each request; its build for CPU computes prompts whole."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the trainer's."""
     partial: bool = False

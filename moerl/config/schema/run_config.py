@@ -78,7 +78,8 @@ class NetworkConfig(Strict):
     environment already has wins. Without GPUs nothing is set but how gloo connects ranks."""
     interface: str | None = None
     """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and Ray in a job of moerl launch.
-    None: in such a job, and on nodes with GPUs, the one that other nodes reach; elsewhere the libraries' choice."""
+    None: in such a job, and on nodes with GPUs, the one that other nodes reach; loopback for gloo of a single node; elsewhere the
+    libraries' choice."""
     variables: dict[str, str | int] = field(default_factory=dict)
     """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
     detection and environment."""
@@ -127,9 +128,10 @@ class RunConfig(Strict):
     max_staleness: NotNegative = 0
     """Steps by which a group's weights may be older than the trainer's. 0: rollout and training alternate."""
     groups_in_flight: Positive | None = None
-    """Groups begun and not trained at any time. None: (max_staleness + 1) * groups_per_step; every step trains the oldest. Fewer: groups
-    begin later, so that most are less stale, and the steps this leaves are for stragglers: as many younger groups may train before one that
-    is unfinished as are left out here, and no group trains later than max_staleness allows. More than groups_per_step."""
+    """Groups begun and not trained at any time. None: (max_staleness + 1) * (groups_per_step + spare_groups); without spare_groups every
+    step trains the oldest. Fewer: groups begin later, so that most are less stale, and the steps this leaves are for stragglers: as many
+    younger groups may train before one that is unfinished as are left out here, and no group trains later than max_staleness allows. More
+    than groups_per_step."""
     spare_groups: NotNegative = 0
     """Groups that a step begins beyond groups_per_step. The first to finish train; the others are put off until there are enough of them
     for a step of their own, and begin anew with the weights of that time, their tokens lost. Every prompt that was drawn trains before the
