@@ -63,7 +63,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
             kinds["drafting layers of servers asleep"] = asleep[node] * server.unsent
             kinds["tensors on their way to servers"] = serving[node] * largest_tensors(hf, config)
         if node < holders:  # where collectors are, at most
-            kinds["collectors"] = -(-collectors // holders) * fixed.COLLECTOR_PROCESS
+            kinds["collectors"] = 0 if config.rollout.traits.runs_in_driver else -(-collectors // holders) * fixed.COLLECTOR_PROCESS
             kinds["object store, samples"] = round(samples * (1 - routes) / holders)
             kinds["object store, routes"] = round(samples * routes / holders)
         sizes = {name: size for name, size in kinds.items() if size}

@@ -234,3 +234,9 @@ def test_a_refusal_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "1 False False\n"
+
+
+def test_an_engine_inside_the_driver_has_no_collectors():
+    config = load_checked(["recipe=grpo-tiny-moe-1n2g-sync", "rollout.engine=fake", "rollout.num_collectors=3"])
+    told = "\n".join(described(config))
+    assert "host memory" in told and "collectors" not in told
