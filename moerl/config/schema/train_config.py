@@ -167,7 +167,8 @@ class TrainConfig(Strict):
     bridge: Literal["native", "mbridge", "megatron_bridge"] = "native"
     """Carrier of weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
     (pip install 'moerl[mbridge]'); megatron_bridge: NVIDIA's megatron-bridge 0.3.1 (pip install --no-deps megatron-bridge==0.3.1
-    triton). Both are for comparison: they gather on every rank, and know no layers of multi-token prediction."""
+    triton). Both are for comparison, and the second for families that it alone declares, which need it: they gather on every rank, and
+    know no layers of multi-token prediction."""
     reference_te: bool = False
     """Train on the PyTorch reference of Transformer Engine (megatron_patches/reference) where there are GPUs: correct, and far slower.
     false: GPUs without Transformer Engine are refused. Without GPUs the reference trains in any case."""
