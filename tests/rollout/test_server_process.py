@@ -46,6 +46,18 @@ def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_log_lines(
     assert not is_alive(engine._process.pid)
 
 
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [({"CUDA_VISIBLE_DEVICES": ""}, "optimize 0, forked True"), ({"PYTHONOPTIMIZE": "1"}, "optimize 1, forked False")],
+)
+def test_a_server_with_variables_of_its_own_is_executed_since_they_are_read_at_the_start(environment, told, run, tmp_path, monkeypatch):
+    (tmp_path / "told_server.py").write_text("import sys; sys.exit(f'optimize {sys.flags.optimize}, forked {\"torch\" in sys.modules}')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    options = {"secret": RunSecret.new(), "label": "server", "log_path": tmp_path / "log", "start_seconds": 20}
+    with pytest.raises(EngineError, match=told):
+        run(ServerProcess([sys.executable, "-m", "told_server"], environment=environment, **options).start())
+
+
 def test_only_the_last_lines_of_the_log_are_shown(run, tmp_path):
     code = "import sys; [print(f'line {i}', file=sys.stderr) for i in range(100)]; sys.exit(3)"
     with pytest.raises(EngineError, match="exit code 3") as error:

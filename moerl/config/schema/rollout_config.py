@@ -105,7 +105,8 @@ class RolloutConfig(Strict):
     tls: TLSConfig | None = None
     """HTTP between the driver, collectors and servers over TLS. None: not encrypted. The tensors of a push go other ways."""
     environment: dict[str, str | int] = field(default_factory=dict)
-    """Environment variables of rollout servers alone, e.g. VLLM_LOGGING_LEVEL."""
+    """Environment variables of rollout servers alone, e.g. VLLM_LOGGING_LEVEL. With any, servers of hf are executed, and not forked, which
+    takes some seconds more."""
     python: str | None = None
     """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
     .venv-sglang in the checkout."""

@@ -30,6 +30,8 @@ from moerl.types.exit_codes import ExitCode
 logger = logging.getLogger(__name__)
 
 _NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
+_READ_LATE = frozenset({"CUDA_VISIBLE_DEVICES"})
+"""Variables that a forked process heeds. Others may be read by the loader or when a library is imported, as LD_PRELOAD."""
 LOG_LINES = 20
 """Lines of the server's log in an error."""
 LOG_ERRORS = 3
@@ -45,7 +47,8 @@ class ServerProcess:
         self, command: Sequence[str], *, secret: RunSecret, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
         environment: Mapping[str, str] = _NOTHING_MORE, has_log: bool = False,
     ):  # fmt: skip
-        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own.
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own; with
+        any that is read at a start the child is executed, never forked.
         `has_log`: of an earlier child of this run, whose owner is gone."""
         self.label = label
         self._command, self._environment, self._secret = list(command), environment, secret
@@ -145,7 +148,8 @@ class ServerProcess:
             self._log_begin = log.tell()
             try:
                 environment = {**os.environ, **self._environment}
-                self._process = await _start([*self._command, *arguments], environment, log.fileno(), f"{self._secret.key}\n".encode())
+                words, key, forks = [*self._command, *arguments], f"{self._secret.key}\n".encode(), self._environment.keys() <= _READ_LATE
+                self._process = await _start(words, environment, log.fileno(), key, forks=forks)
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
 
@@ -175,10 +179,10 @@ class ServerProcess:
 
 
 async def _start(
-    command: Sequence[str], environment: Mapping[str, str], log: int, stdin_begins: bytes
+    command: Sequence[str], environment: Mapping[str, str], log: int, stdin_begins: bytes, *, forks: bool
 ) -> asyncio.subprocess.Process | ForkedChild:
     """A process in a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
-    if can_fork(command):
+    if forks and can_fork(command):
         try:
             return await ForkedChild.start(command, stderr=log, environment=environment, stdin_begins=stdin_begins)
         except CannotForkError as error:
