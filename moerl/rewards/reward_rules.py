@@ -62,14 +62,14 @@ def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:
 
 
 def _function(path: str, value: str | None) -> Iterator[Problem]:
-    broken, path_fix = partial(problem, path, value), f"{path}=rewards.py:score, or {path}=package.module:score"
+    broken, fix = partial(problem, path, value), f"{path}=rewards.py:score, or {path}=package.module:score"
     if value is None:
-        yield broken("must be given for kind=function", "it names the function to call", path_fix)
+        yield broken("must be given for kind=function", "it names the function to call", fix)
         return
     try:
         source, name = split_path(value)
     except ValueError:
-        yield broken("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name", path_fix)
+        yield broken("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name", fix)
         return
     file = _source_file(source)
     if file is None:

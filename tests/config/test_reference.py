@@ -43,7 +43,7 @@ def test_sections_in_a_list_have_their_settings_like_any_other():
     assert "algorithm.corrections.INDEX.kind\n    one of " in explanation("algorithm.corrections.0")
     assert "default 2.0; only with algorithm.corrections.INDEX.kind=tis\n" in explanation("algorithm.corrections.0.cap")
     assert explanation("kubernetes.volumes.INDEX.claim").endswith("of shared storage, as every pod mounts it.\n")
-    assert "`algorithm.corrections.INDEX.normalized`" in reference_page()
+    assert "`algorithm.corrections.INDEX.normalized`" in settings_page()
 
 
 @pytest.mark.parametrize(

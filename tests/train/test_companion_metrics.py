@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from moerl.algorithms.mini_batch_loss import ValueLossSettings
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.companions.companions import _critic_metrics, _outcome_metrics
 from moerl.train.batching.packed_sequences import pack
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.loss_sums import step_statistics
 from moerl.train.loss.value_loss import value_loss
-from moerl.train.loss.value_loss_settings import ValueLossSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import StepStats
 
