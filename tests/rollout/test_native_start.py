@@ -11,6 +11,7 @@ import torch
 from family_servers import REFUSED
 from tiny_servers import native_engine, native_param
 
+from moerl.rollout.engines.vllm import vllm_core
 from moerl.rollout.engines.vllm.vllm_core import CacheLoads, VLLMCore
 from moerl.types.errors import EngineError
 
@@ -94,3 +95,35 @@ def test_vllm_without_sleep_mode_lets_its_processes_drop_the_weights():
     engine = RecordingVLLM()
     assert asyncio.run(VLLMCore(engine=engine, needs=(), loads=CacheLoads(), sleeps=False).sleep(("weights", "cache"))) == 0
     assert engine.calls == ["before_sleep"]
+
+
+class EndingVLLM:
+    """Its processes end when the test says so; and when it is shut down, as vLLM's AsyncLLM has it."""
+
+    def __init__(self):
+        self.errored, self.dead_error = False, RuntimeError("its processes ended")
+
+    def shutdown(self):
+        self.errored = True
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_server_ends_with_vllms_processes_also_when_nothing_asks_it(monkeypatch, closes):
+    """vLLM leaves a call that it had begun without an end, and a server that is idle would go on to answer probes."""
+    ended = []
+    monkeypatch.setattr(vllm_core, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_core.os, "_exit", ended.append)
+
+    async def scenario():
+        engine = EndingVLLM()
+        core = VLLMCore(engine=engine, needs=(), loads=CacheLoads(), sleeps=False)
+        core.watch()
+        await asyncio.sleep(0.1)
+        assert ended == []
+        if closes:
+            core.close()
+        engine.errored = True
+        await asyncio.sleep(0.1)
+
+    asyncio.run(scenario())
+    assert (1 in ended) is not closes

