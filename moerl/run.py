@@ -292,6 +292,7 @@ def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placeme
         request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=config.deadlines.probe_seconds,
+        command_seconds=config.deadlines.push_seconds,
         hangs=hangs,
         resumes=not config.deterministic,
     )

@@ -289,3 +289,17 @@ def test_closing_restarts_nothing(run, checkpoints):
                     await engine.health()
 
     run(scenario())
+
+
+def test_a_server_that_answers_probes_and_no_command_is_ended_and_started_again(run, checkpoints, monkeypatch):
+    """As one whose engine hangs in a process of its own."""
+
+    async def scenario():
+        async with serving(checkpoints, 2, command_seconds=0.2, probe_seconds=0.05) as (pool, engines):
+            monkeypatch.setattr(engines[0], "pause", lambda mode: asyncio.sleep(3600))
+            with pytest.raises(EngineError, match=r"on 1 of 2 servers\n\* fake-0: no answer to pause within 0\.2 s \(deadlines\.push_sec"):
+                await pool.pause("keep")
+            await until(lambda: states(pool) == ["stale", "healthy"])
+            return [member.num_starts for member in pool.fleet.members]
+
+    assert run(scenario()) == [2, 1]

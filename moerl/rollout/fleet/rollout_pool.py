@@ -36,18 +36,21 @@ class RolloutPool:
 
     def __init__(
         self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
-        cache_high: float = 0.9, max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None, resumes: bool = True,
+        cache_high: float = 0.9, max_restarts: int = 0, probe_seconds: float = 30.0, command_seconds: float = 300.0,
+        hangs: HangReports | None = None, resumes: bool = True,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there, while its cache has room:
         above a share of `cache_high` it gets no new ones. `request_seconds`: deadline of one
-        completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`.
+        completion, with the time it waits for a server, is paused, or waits for a slot. `command_seconds`: deadline of pause, resume,
+        abort, sleep and wake, which a server may owe while it answers probes: its engine runs in other processes.
+        The pool starts and closes `collector`.
         `resumes`: a completion that was broken off goes on from its tokens; else it begins anew, with the bits of one never disturbed."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.hangs = hangs
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued, cache_high=cache_high)
-        self._request_seconds, self._collector = request_seconds, collector
+        self._request_seconds, self._command_seconds, self._collector = request_seconds, command_seconds, collector
         self._resumes = resumes
         self.num_resumed = 0
         """Times that a request went on elsewhere, or later, from the tokens it had; so far."""
@@ -126,22 +129,22 @@ class RolloutPool:
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""
-        await self._all("pause", lambda engine: engine.pause(mode), members)
+        await self._command("pause", lambda engine: engine.pause(mode), members)
 
     async def resume(self, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""
-        await self._all("resume", lambda engine: engine.resume(), members)
+        await self._command("resume", lambda engine: engine.resume(), members)
 
     async def abort(self, members: Collection[Member] | None = None) -> None:
         """Every request on them returns what it has, and goes on when a server is free."""
-        await self._all("abort", lambda engine: engine.abort(), members)
+        await self._command("abort", lambda engine: engine.abort(), members)
 
     async def sleep(self, parts: tuple[MemoryPart, ...], members: Collection[Member] | None = None) -> int:
         """Bytes all of them gave back."""
-        return sum(await self._all("sleep", lambda engine: engine.sleep(parts), members))
+        return sum(await self._command("sleep", lambda engine: engine.sleep(parts), members))
 
     async def wake(self, parts: tuple[MemoryPart, ...], members: Collection[Member] | None = None) -> int:
-        return sum(await self._all("wake", lambda engine: engine.wake(parts), members))
+        return sum(await self._command("wake", lambda engine: engine.wake(parts), members))
 
     async def close(self) -> None:
         await self.fleet.close()
@@ -196,6 +199,30 @@ class RolloutPool:
             return self.fleet.refused(member, turn=turn)
         self.fleet.broke_off(member)
         return True
+
+    async def _command(
+        self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None
+    ) -> list[T]:
+        """`_all`; a server that does not answer in time is ended, and started again, with the report about it as the reason."""
+        running = {member.engine: member for member in self.fleet.members}
+
+        async def in_time(engine: RolloutEngine) -> T:
+            starts = running[engine].num_starts
+            try:
+                async with asyncio.timeout(self._command_seconds):
+                    return await call(engine)
+            except TimeoutError as error:
+                deadline = f"{self._command_seconds:g} s (deadlines.push_seconds)"
+                late, hang = EngineUnavailable(f"{engine.name}: no answer to {action} within {deadline}"), None
+                if self.hangs is not None:
+                    watched = engine.watched
+                    hang = await self.hangs.report(self.fleet.phase, deadline, watched=watched, silent=[each.name for each in watched])
+                    late = EngineUnavailable(f"{late}\n{hang}")
+                    late.origin = hang.origin
+                self.fleet.answered_falsely(running[engine], late, starts=starts)
+                raise late from (error if hang is None else hang)
+
+        return await self._all(action, in_time, members)
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Answers of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""
