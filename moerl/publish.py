@@ -180,12 +180,11 @@ class WeightPublisher:
         servers = dict(zip(self._fleet.members, self._rails.servers, strict=True))
         return Rails(senders=self._rails.ranks, readers=tuple(rail for member in members for rail in servers[member]))
 
-    async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
+    async def _late(self, hangs: HangReports, members: list[Member], deadline: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
         servers = {each.name: member for member in members for each in member.engine.watched}
         names = [name for name, member in servers.items() if member.name in silent]
         ranks = [each.name for each in self._train.watched] if SOURCE in silent else []
-        deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
         all_watched = [each for member in members for each in member.engine.watched]
         error = await hangs.report("push", deadline, watched=all_watched, silent=[*names, *ranks])
         if all(name in servers for name in error.names):

@@ -2,6 +2,7 @@
 wait for each other, off the event loop."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ SOURCE = "trainer"
 """Name of the sending side in errors."""
 
 OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
-"""Called with what was done (of the push) and the names of the sides that did not arrive: the report about them."""
+"""Called with the time that there was, in words, and the names of the sides that did not arrive: the report about them."""
+PATIENCE = 0.9
+"""Share of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
+hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +42,12 @@ class PushCalls:
         tasks: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
         ended: list[asyncio.Future[T]] = []
         late: HangError | None = None
+        begun = time.monotonic()
         for task in tasks.values():
             task.add_done_callback(ended.append)
         try:
             if (hanging := await self._hanging(tasks)) and self.on_late is not None:
-                late = await self.on_late(step, hanging)
+                late = await self.on_late(self._had(time.monotonic() - begun, step), hanging)
         finally:
             silent = [name for name, task in tasks.items() if not task.done()]
             for name in silent:
@@ -60,6 +65,12 @@ class PushCalls:
                 raise WeightError(f"{said}\n{late}") from late
             raise WeightError(said) from next(iter(failures.values()))
         return {name: task.result() for name, task in tasks.items()}
+
+    def _had(self, seconds: float, step: str) -> str:
+        """The deadline that whoever is silent has missed by now: of the push, or, after a failure before that, the shorter one."""
+        if seconds < PATIENCE * self.deadline_seconds:
+            return f"{self.settle_seconds:g} s after the first failure at {step} (deadlines.settle_seconds)"
+        return f"{self.deadline_seconds:g} s at {step} (deadlines.push_seconds)"
 
     async def _hanging(self, tasks: Mapping[str, asyncio.Future[T]]) -> list[str]:
         """To be looked at: those that have not ended at the deadline, or some time after the first failure; if each has only lost or

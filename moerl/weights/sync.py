@@ -24,15 +24,11 @@ from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
 from moerl.weights.plan.run_plan import KeptPlan, Nodes, Outline, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
-from moerl.weights.push_calls import SOURCE, OnLate, PushCalls
+from moerl.weights.push_calls import PATIENCE, SOURCE, OnLate, PushCalls
 from moerl.weights.receiver_protocol import WeightReceiver
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_PATIENCE = 0.9
-"""Share of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
-hangs."""
 
 
 class WeightSource(Protocol):
@@ -100,7 +96,7 @@ class WeightSync:
         if self._plan.outline is None:
             self._plan.outline = await self._source.outline()
         self._deliveries = await asyncio.to_thread(self._plan.of, needs, self._nodes, self._ranks, self._rails)
-        jobs, seconds = self._deliveries.jobs, _PATIENCE * self._calls.deadline_seconds
+        jobs, seconds = self._deliveries.jobs, PATIENCE * self._calls.deadline_seconds
         secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
         address = await self._source.listen(self._transport, jobs, seconds, secret)
         num_readers = sum(map(len, needs.values()))

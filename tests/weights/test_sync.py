@@ -10,6 +10,7 @@ from session_process import MODEL, SPECS, Engine, Source
 
 from moerl.cluster.error_texts import LEFT
 from moerl.types.errors import EngineError, HangError, TrainError, WeightError
+from moerl.weights.push_calls import PushCalls
 from moerl.weights.sync import WeightSync, resolve_transport
 
 EXPERT = "layers.0.mlp.experts.0.up_proj.weight"
@@ -150,8 +151,8 @@ def test_a_failure_of_the_trainer_is_told_as_it_is():
 def test_where_a_cause_is_known_nobody_is_taken_for_one_that_hangs(source):
     """The slow one is well."""
 
-    async def look(step, names):
-        raise AssertionError((step, names))
+    async def look(deadline, names):
+        raise AssertionError((deadline, names))
 
     class Slow(Engine):
         async def install(self):
@@ -164,10 +165,27 @@ def test_where_a_cause_is_known_nobody_is_taken_for_one_that_hangs(source):
         asyncio.run(sync.push(1))
 
 
+def test_the_report_has_the_deadline_that_was_missed():
+    """Of a side that is gone the others hear at once, and not at the deadline of the push."""
+    found = []
+
+    async def look(deadline, names):
+        found.append((deadline, names))
+        return HangError("it hangs")
+
+    async def lost():
+        raise WeightError("a left the push")
+
+    calls = PushCalls(deadline_seconds=60, settle_seconds=0.05, on_late=look)
+    with pytest.raises(WeightError, match="it hangs"):
+        asyncio.run(calls.together("the transfer", {"trainer": lost(), "a": asyncio.sleep(60)}))
+    assert found == [("0.05 s after the first failure at the transfer (deadlines.settle_seconds)", ["a"])]
+
+
 @pytest.mark.parametrize("step", ["begin", "finish"])
 def test_a_connection_to_one_server_that_breaks_is_no_reason_to_look_at_all(source, step):
-    async def look(step, names):
-        raise AssertionError((step, names))
+    async def look(deadline, names):
+        raise AssertionError((deadline, names))
 
     async def broken(*_):
         raise EngineError("server b: the server still runs: ClientOSError: Connection reset by peer")
@@ -182,8 +200,8 @@ def test_when_each_side_only_lost_or_awaited_another_all_are_looked_at(source):
     """No side knows more: somebody ended a connection, or hangs where its call cannot tell."""
     asked = []
 
-    async def look(step, names):
-        asked.append((step, names))
+    async def look(deadline, names):
+        asked.append((deadline, names))
         return HangError("transfer: nobody did it")
 
     class Quitting(Engine):
@@ -194,7 +212,7 @@ def test_when_each_side_only_lost_or_awaited_another_all_are_looked_at(source):
     with pytest.raises(WeightError, match=r"(?s)at the transfer.*transfer: nobody did it$") as caught:
         asyncio.run(WeightSync(source, {"a": Quitting()}, transport="ipc", on_late=look).push(1))
     assert isinstance(caught.value.__cause__, HangError)
-    assert asked == [("the transfer", ["trainer", "a"])]
+    assert asked == [("5 s after the first failure at the transfer (deadlines.settle_seconds)", ["trainer", "a"])]
 
 
 @pytest.mark.parametrize(

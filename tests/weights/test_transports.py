@@ -181,8 +181,8 @@ def test_a_receiver_that_hangs_in_a_push_is_the_one_that_is_silent_at_the_deadli
         if index == 1:
             os.kill(engines["server1"].process.pid, signal.SIGSTOP)
 
-    async def look(step, names):
-        found.append((step, names))
+    async def look(deadline, names):
+        found.append((deadline, names))
         engines["server1"].process.kill()
         return HangError("it hangs")
 
@@ -190,7 +190,7 @@ def test_a_receiver_that_hangs_in_a_push_is_the_one_that_is_silent_at_the_deadli
     sync = WeightSync(make_source(transport, before=freeze), engines, transport=transport, **options)
     with pytest.raises(WeightError, match=r"(?s)\* server1: did not end in time.*lost them, or waited.*\nit hangs$"):
         asyncio.run(sync.push(1))
-    assert found == [("the transfer", ["server1"])]
+    assert found == [("4 s at the transfer (deadlines.push_seconds)", ["server1"])]
 
 
 @pytest.mark.parametrize("transport", ["nccl", "relay"])
