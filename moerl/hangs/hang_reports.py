@@ -9,7 +9,7 @@ HangError that comes back.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from moerl.cluster.ray_nodes import on_node
 from moerl.hangs.examine import Examined, NodeReport, examine
-from moerl.hangs.suspects import Seen, doing, find_suspects
+from moerl.hangs.suspects import STOPPED, Seen, doing, find_suspects
 from moerl.hangs.watched import WatchedProcess
 from moerl.types.errors import HangError, Origin
 
@@ -29,6 +29,7 @@ _EXAMINE_SECONDS = 90.0
 _SAME_SECONDS = 10.0
 """Two parts that wait for the same processes miss their deadlines together; that is one hang."""
 _LOG_LINES = 20
+_COMMAND_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class _Finding:
     watched: WatchedProcess
     seen: Seen
     processes: tuple[Examined, ...] = ()
+    stopped: Examined | None = None
+    """Process below it that is stopped, as one of an engine's own may be."""
     silent: bool
 
 
@@ -61,7 +64,8 @@ class HangReports:
 
     async def _report(self, phase: str, deadline: str, watched: Sequence[WatchedProcess], silent: Sequence[str]) -> HangError:
         nodes = await _examine_nodes(watched)
-        findings = {each.name: _finding(each, nodes.get(each.name), silent=each.name in silent) for each in watched}
+        pids = {each.process.pid for each in watched if each.process is not None}
+        findings = {each.name: _finding(each, nodes.get(each.name), pids, silent=each.name in silent) for each in watched}
         reasons = find_suspects({name: finding.seen for name, finding in findings.items()}, silent)
         conclusion = list(_conclusion(phase, deadline, findings, reasons, silent))
         text = "\n".join([*conclusion, "", *_whole(findings, nodes)])
@@ -109,16 +113,20 @@ async def _examine_nodes(watched: Sequence[WatchedProcess]) -> dict[str, tuple[N
     }
 
 
-def _finding(watched: WatchedProcess, node: tuple[NodeReport, int] | str | None, *, silent: bool) -> _Finding:
+def _finding(watched: WatchedProcess, node: tuple[NodeReport, int] | str | None, pids: Collection[int], *, silent: bool) -> _Finding:
+    """`pids`: of all that are watched. What is below the driver is not the driver's part of it."""
     if not isinstance(node, tuple):
         state = "not started" if watched.process is None else "unreachable"
         return _Finding(watched=watched, seen=Seen(state=state, rank=watched.rank), silent=silent)
     report, place = node
     processes = report.processes[place]
-    first = processes[0] if processes else None  # it may end while it is looked at
+    first, below = (processes[0], processes[1:]) if processes else (None, ())  # it may end while it is looked at
     state, progress = ("gone", {}) if first is None else (first.state, first.progress)
-    seen = Seen(state=state, clock=report.clock, progress=progress, rank=watched.rank)
-    return _Finding(watched=watched, seen=seen, processes=processes, silent=silent)
+    stopped = None
+    if state not in STOPPED and not any(each.pid in pids for each in below):
+        stopped = next((each for each in below if each.state in STOPPED), None)
+    seen = Seen(state=state if stopped is None else stopped.state, clock=report.clock, progress=progress, rank=watched.rank)
+    return _Finding(watched=watched, seen=seen, processes=processes, stopped=stopped, silent=silent)
 
 
 def _conclusion(
@@ -128,6 +136,8 @@ def _conclusion(
     for name, reason in reasons.items():
         watched, what = findings[name].watched, doing(findings[name].seen)
         pid = f", process {watched.process.pid}" if watched.process is not None else ""
+        if (stopped := findings[name].stopped) is not None:
+            pid = f", process {stopped.pid} below it ({stopped.command[:_COMMAND_CHARACTERS].strip()})"
         yield f"* {name} on node {watched.node}{pid}: {reason}" + (f"\n    {what}" if what else "")
     if others := [name for name in silent if name not in reasons]:
         yield f"no answer either from {', '.join(others)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from moerl.hangs.progress import BESIDE, COLLECTIVE, FIRST_GROUP, MICRO_BATCH, WAIT, WORK, Line
 
-_STOPPED = ("stopped", "tracing-stop")
+STOPPED = ("stopped", "tracing-stop")
 _ENDED = ("gone", "zombie", "dead")
 
 
@@ -26,7 +26,7 @@ class Seen:
 
 def find_suspects(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
     """Those that the `silent` ones wait for, with the reason: mostly one of them, or one that is stopped or gone."""
-    looked_at = [name for name, found in seen.items() if name in silent or found.state in (*_STOPPED, *_ENDED)]
+    looked_at = [name for name, found in seen.items() if name in silent or found.state in (*STOPPED, *_ENDED)]
     broken = {name: reason for name in looked_at if (reason := _breakage(seen[name].state))}
     return broken or _behind(seen, silent) or _alone(seen, silent)
 
@@ -49,7 +49,7 @@ def doing(found: Seen) -> str:
 
 
 def _breakage(state: str) -> str:
-    if state in _STOPPED:
+    if state in STOPPED:
         return f"its process is stopped (state {state}: a signal or a debugger did it)"
     if state in _ENDED:
         return f"its process has ended (state {state})"

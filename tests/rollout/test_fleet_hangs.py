@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from tiny_servers import MAX_RUNNING, collector, hf_engine, push
 
 from moerl.hangs.hang_reports import HangReports
+from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError
@@ -87,3 +90,15 @@ def test_a_server_frozen_in_a_generation_is_named_with_its_stacks_and_replaced(s
     assert "stacks: py-spy" in text
     assert "moerl/rollout/engines/hf/hf_core.py" in text
     assert "serving on port" in text, "the end of its log"
+
+
+def test_a_stopped_process_below_a_server_is_the_one_that_is_named(tmp_path):
+    """As an engine's own, for which the server waits, and answers probes."""
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        child = int(server.stdout.readline())
+        os.kill(child, signal.SIGSTOP)
+        watched = WatchedProcess(name="server a", node="n", process=ProcessId.of(server.pid))
+        error = asyncio.run(HangReports(tmp_path).report("push", "1 s", watched=[watched], silent=["server a"]))
+        os.kill(child, signal.SIGKILL)
+    assert f"\n* server a on node n, process {child} below it (sleep 60): its process is stopped" in str(error)
