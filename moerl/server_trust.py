@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from moerl.canary import NUM_TOKENS, Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
+from moerl.canary import NUM_TOKENS, Asked, CanaryResult, ask_canary, compare_canary, merged
 from moerl.config.schema.run_config import RunConfig
 from moerl.observe.guards import mismatch_message
 from moerl.residency import Residency
@@ -19,7 +19,7 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.train.batching.micro_batch_plan import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import StoredBatch, TrainBatch
-from moerl.types.errors import EngineError, GuardError, WeightError
+from moerl.types.errors import EngineError, EngineUnavailable, GuardError, HangError, MoerlError, WeightError
 from moerl.types.groups import Group, Prompt
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 
@@ -46,9 +46,22 @@ class ServerTrust:
         return self._num_pushes == 1 or (every > 0 and self._num_pushes % every == 0)
 
     async def canary(self, members: Sequence[Member]) -> CanaryResult:
-        """Comparison of servers that have just got the version. WeightError, which names them, for those that compute something else."""
-        engines, limit = [member.engine for member in members], self._config.mismatch_limit
-        result = await run_canary(engines, self._scored, self._prompts, limit=limit, **self._sampling())
+        """Comparison of servers that have just got the version. WeightError, which names them, for those that compute something else;
+        EngineError after those that hang were ended."""
+        engines, starts = [member.engine for member in members], [member.num_starts for member in members]
+        seconds = self._config.deadlines.completion_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                asked = await ask_canary(engines, self._prompts, **self._sampling())
+        except TimeoutError as error:
+            late = await self._late(seconds, members)
+            for member, num_starts in zip(members, starts, strict=True):
+                if isinstance(late, HangError) and any(each.name in late.names for each in member.engine.watched):
+                    told = EngineUnavailable(f"{member.name}: {late}")
+                    told.__cause__, told.origin = late, late.origin
+                    self._fleet.answered_falsely(member, told, starts=num_starts)
+            raise EngineError(str(late)) from (late if isinstance(late, HangError) else error)
+        result = compare_canary(asked, await self._scored(asked.batch), limit=self._config.mismatch_limit)
         self._compared |= set(members)
         return result
 
@@ -80,13 +93,16 @@ class ServerTrust:
             async with asyncio.timeout(seconds):
                 return await ask_canary([member.engine], self._prompts, **self._sampling())
         except TimeoutError as error:
-            deadline = f"{seconds:g} s (deadlines.completion_seconds)"
-            hang = await self._pool.hang(deadline, [member])
-            raise (hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")) from error
+            raise await self._late(seconds, [member]) from error
         except (EngineError, WeightError) as error:
             if not (isinstance(error, WeightError) and self.retires([member], error)) and not await self._fleet.lost(before):
                 raise
             return None
+
+    async def _late(self, seconds: float, members: Collection[Member]) -> MoerlError:
+        deadline = f"{seconds:g} s (deadlines.completion_seconds)"
+        hang = await self._pool.hang(deadline, members)
+        return hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")
 
     async def compare(self, asked: Mapping[Member, Asked]) -> None:
         """The answers with the trainer, which is awake and has not changed its weights since."""

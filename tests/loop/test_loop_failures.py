@@ -9,9 +9,11 @@ from in_process_run import InProcessRun, RecordingTrainer, make_config, new_engi
 
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.rollout.fleet import fleet
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import EngineError, GuardError, MoerlError, TrainError, WeightError
 
@@ -244,6 +246,23 @@ def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp
     stops(run, GuardError, r"update of step 1: mean .* = 0\.5.* weights\.mismatch_limit = 0\.1")
     assert run.groups == {}
     assert checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints") is None
+
+
+class SilentInCanaries(FakeEngine):
+    """From the second push on, as one whose engine hangs in a process of its own: it answers probes."""
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        if request_id.startswith("canary") and self._version >= 1:
+            await asyncio.sleep(3600)
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+def test_a_canary_that_is_not_answered_ends_at_the_deadline_of_a_completion(tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet, "LOSS_SECONDS", 0.1)
+    config = make_config(tmp_path, weights=WeightsConfig(canary_every=1), deadlines=DeadlineConfig(completion_seconds=0.3))
+    run = InProcessRun(config, engines=[new_engine("silent", SilentInCanaries)])
+    stops(run, EngineError, r"a canary was not answered within 0\.3 s \(deadlines\.completion_seconds\)")
+    assert list(run.groups) == [1]
 
 
 class OldWeights(FakeEngine):
