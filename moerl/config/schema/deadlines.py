@@ -27,7 +27,7 @@ class DeadlineConfig(Strict):
     eval_seconds: Seconds = 14400.0
     """One evaluation, of all its data sets."""
     completion_seconds: Seconds = 1800.0
-    """One completion, waiting and repetition after the loss of a server included."""
+    """One completion, waiting and repetition after the loss of a server included; all completions of a canary."""
     probe_seconds: Seconds = 30.0
     """Between two probes of a server, and for one to be answered. After one that was missed it gets no new requests, after
     three in a row its stacks are written down and it is ended and started again (rollout.max_restarts)."""
@@ -35,8 +35,8 @@ class DeadlineConfig(Strict):
     """Those of the policy, and those of the reference."""
     update_seconds: Seconds = 3600.0
     push_seconds: Annotated[Seconds, Field(le=86_400)] = 300.0
-    """All bytes of a push, to all servers; likewise each of the calls before and after. A server that misses it is ended and started
-    again. Who waits for another in a push gives up at 0.9 of it."""
+    """All bytes of a push, to all servers; likewise each of the calls before and after, and each pause, sleep and wake of a server. A
+    server that misses it is ended and started again. Who waits for another in a push gives up at 0.9 of it."""
     save_seconds: Seconds = 3600.0
     """Staging, and writing, of one checkpoint; also of the weights that end a supervised warm start."""
     settle_seconds: Seconds = 5.0
