@@ -6,6 +6,7 @@ import re
 import socket
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from family_servers import REFUSED
@@ -127,3 +128,26 @@ def test_a_server_ends_with_vllms_processes_also_when_nothing_asks_it(monkeypatc
 
     asyncio.run(scenario())
     assert (1 in ended) is not closes
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        pytest.param("sglang-moe", "sglang::detokenizer", marks=[pytest.mark.engine, pytest.mark.matrix]),
+        pytest.param("vllm-moe32", "VLLM::EngineCore", marks=[pytest.mark.engine, pytest.mark.matrix]),
+    ],
+)
+def test_an_idle_server_ends_soon_after_a_process_of_its_engine(run, checkpoints, tmp_path, kind, part):
+    engine = native_engine(kind, checkpoints[kind.split("-")[1]], tmp_path)
+
+    async def scenario():
+        await engine.start()
+        try:
+            children = psutil.Process(engine.watched[0].process.pid).children(recursive=True)
+            next(child for child in children if part in " ".join(child.cmdline())).kill()
+            async with asyncio.timeout(15):
+                return str(await engine.ended())
+        finally:
+            await engine.close()
+
+    assert "the server ended" in run(scenario())

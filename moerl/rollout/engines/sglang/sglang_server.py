@@ -20,6 +20,9 @@ if not torch.cuda.is_available():
     sglang_cpu.prepare()
 # moerl.max_context is the limit; the engine gets a few positions more than the model's configuration names.
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+# When one of SGLang's processes ends, the server would be deaf for 65 s, and count as one that hangs: it dumps what nobody asked for.
+os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")
+os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 from moerl.config.schema.rollout_config import MOST_LEFT
 from moerl.rollout.engines.engine_process import main  # after the stand-ins
