@@ -4,9 +4,8 @@ A push is verified byte by byte; this finds what bytes cannot show: a wrong forw
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -64,19 +63,6 @@ def merged(asked: Iterable[Asked]) -> Asked:
     """One with the answers of all, of the same prompts and version."""
     first, *others = asked
     return replace(first, answers={**first.answers, **{name: answer for each in others for name, answer in each.answers.items()}})
-
-
-async def run_canary(
-    engines: Sequence[RolloutEngine],
-    trainer_logprobs: Callable[[TrainBatch], Awaitable[np.ndarray]],
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    limit: float,
-    **sampling: Any,
-) -> CanaryResult:
-    """`ask_canary`, which takes `sampling`, and `compare_canary`: while the trainer has the weights that the engines serve."""
-    asked = await ask_canary(engines, prompts, **sampling)
-    return compare_canary(asked, np.asarray(await trainer_logprobs(asked.batch)), limit=limit)
 
 
 async def ask_canary(

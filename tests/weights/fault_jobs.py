@@ -1,7 +1,7 @@
 """Pushes from two expert-parallel trainer ranks to a real server, with faults injected between the ranks' parameters and the server's."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from push_ranks import Ranks, Tensors, follow, new_worker
 
-from moerl.canary import run_canary
+from moerl.canary import ask_canary, compare_canary
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.rollout.server.client import HTTPEngine
@@ -149,9 +149,9 @@ class _Pushes:
         await self._sync.push(self._version)
         await self._canary()
 
-    def _canary(self) -> Awaitable[object]:
-        version = self._version
-        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version, vocab_size=VOCAB_SIZE)
+    async def _canary(self) -> None:
+        asked = await ask_canary([self._engine], PROMPTS, max_tokens=6, version=self._version, vocab_size=VOCAB_SIZE)
+        compare_canary(asked, await self._logprobs(asked.batch), limit=1e-4)
 
     async def _logprobs(self, batch: TrainBatch) -> np.ndarray:
         found: list[Any] = self._ranks.ask(None, "logprobs", batch, "policy", False)

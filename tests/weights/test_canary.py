@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moerl.canary import canary_batch, run_canary
+from moerl.canary import ask_canary, canary_batch, compare_canary
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import WeightError
@@ -56,9 +56,12 @@ def trainer(temperature=1.0):
     return logprobs
 
 
-def canary(engines, logprobs=None, **changes):
-    settings = {"max_tokens": 5, "limit": 1e-4, "version": 3, "vocab_size": VOCABULARY} | changes
-    return asyncio.run(run_canary(engines, trainer() if logprobs is None else logprobs, PROMPTS, **settings))
+def canary(engines, logprobs=None, *, limit=1e-4, **changes):
+    async def run():
+        asked = await ask_canary(engines, PROMPTS, **({"max_tokens": 5, "version": 3, "vocab_size": VOCABULARY} | changes))
+        return compare_canary(asked, await (trainer() if logprobs is None else logprobs)(asked.batch), limit=limit)
+
+    return asyncio.run(run())
 
 
 def test_equal_models_pass_and_every_response_token_counts():

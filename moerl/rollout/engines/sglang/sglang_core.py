@@ -6,7 +6,7 @@ import base64
 import importlib.metadata
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,8 +39,7 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "port": "rollout.port",
     "skip_tokenizer_init": "leave it out: tokens in, tokens out",
     "sampling_backend": "leave it out: only pytorch samples with a seed per request",
-    "custom_weight_loader": "leave it out",
-    "weight_version": "leave it out",
+    **dict.fromkeys(("custom_weight_loader", "weight_version"), "leave it out: pushes bring weights, with their version"),
     "sampling_mask_max_tokens": "leave it out: rollout.top_k may be as large as SGLang has it",
     "dp_size": "rollout.num_servers, or rollout.layout.dp for data-parallel attention",
     "enable_dp_attention": "rollout.layout.dp",
@@ -48,16 +47,14 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "enable_eplb": "rollout.layout.redundant_experts",
     "speculative_algorithm": "rollout.layout.mtp_tokens",
     "speculative_draft_load_format": "leave it out: train.mtp_loss decides whether pushes bring the drafting layer",
-    "speculative_accept_threshold_single": "leave it out: drafts are accepted as the model would draw them",
-    "speculative_accept_threshold_acc": "leave it out: drafts are accepted as the model would draw them",
+    **dict.fromkeys(("speculative_accept_threshold_single", "speculative_accept_threshold_acc"), "leave it out: drafts are exact"),
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "pp_size": "leave it out, or a larger rollout.layout.gpus",
     "moe_dp_size": "leave it out: rollout.layout.ep says which GPUs hold an expert",
     "init_expert_location": "leave it out: a push brings experts in SGLang's own order",
     "disable_shared_experts_fusion": "leave it out: pushes bring a shared expert by itself",
-    "enable_memory_saver": "placement.mode=colocated",
     "enable_weights_cpu_backup": "leave it out: a push brings weights before a server that was asleep serves",
-    "enable_draft_weights_cpu_backup": "placement.mode=colocated",
+    **dict.fromkeys(("enable_memory_saver", "enable_draft_weights_cpu_backup"), "placement.mode=colocated"),
 }
 """Arguments that moerl sets or relies on, and what to write instead."""
 
@@ -253,8 +250,7 @@ class SGLangCore:
                 raise WeightError(answer.message)
 
     async def _session(self, name: str, body: Any) -> None:
-        call: Callable[[Any, Any], Awaitable[tuple[bool, str]]] = getattr(self._manager, name)
-        success, message = await call(body, None)
+        success, message = await getattr(self._manager, name)(body, None)
         if not success:
             raise WeightError(f"SGLang's {name}: {message}")
 
@@ -273,7 +269,7 @@ class SGLangCore:
         args = self._engine.server_args
         measured = [state["memory_usage"] for state in await self._manager.get_internal_state()]
         gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)
-        return int(gigabytes * 2**30) * args.tp_size * args.pp_size // len(measured)
+        return int(gigabytes * 2**30) * args.tp_size // len(measured)
 
     def _completion(self, key: str, answer: Mapping[str, Any], sampling: SamplingParams) -> Completion:
         meta = answer["meta_info"]
