@@ -20,6 +20,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -55,8 +56,13 @@ def framed(number: str, request: bytes) -> bytes:
 
 
 def main() -> None:
-    """Answers until the pool closes the channel."""
-    requests, replies = _take_over_channel()
+    """Answers until the pool closes the channel, also in the middle of a check: of one that nobody waits for any more."""
+    with suppress(ConnectionError):
+        _answer_all(*_take_over_channel())
+
+
+def _answer_all(requests: IO[bytes], replies: "_Replies") -> None:
+    """Raises ConnectionError once nobody reads the answers."""
     number, setup = _next_request(requests)
     verifiers = _build(setup.terms, replies, number)
     if verifiers is None:
@@ -171,7 +177,7 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def _run(verifiers: Mapping[str, Verifier], check: VerifierInput, replies: _Replies, number: str) -> None:
-    """Raises MemoryError alone."""
+    """Raises MemoryError, and ConnectionError if nobody reads the answers, alone."""
     for verifier in verifiers.values():
         try:
             answer = _answer(verifier(check))

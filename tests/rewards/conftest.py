@@ -12,6 +12,10 @@ import numpy
 def length(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
 
+def pause(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.5)
+    return 1.0
+
 def wide(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), **{f"number {i}": 0.5 for i in range(20000)}}
 

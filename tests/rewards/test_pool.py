@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.verifier_runner import PendingVerdict
+from moerl.rewards.verifiers import VerifierInput
 from moerl.types.errors import ConfigError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt, Score
@@ -228,6 +230,22 @@ def test_scores_belong_to_their_samples_when_many_are_asked_for_at_once():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("isolation", ["off", "strict"])
+def test_a_worker_whose_answer_nobody_reads_ends_without_a_word(functions, capfd, isolation):
+    """A check of a group that is put off, or of a run that ends: its traceback stood on the terminal of a healthy run."""
+
+    async def main() -> int:
+        worker = await WorkerProcess.start(isolation)
+        terms = {"slow": RewardTerm(kind="function", path=f"{functions}:pause", isolation=isolation)}
+        assert await worker.set_up(terms, 2**30) == {}
+        await worker.ask([pickle.dumps(VerifierInput(text="", data_source="test", ground_truth="", extra_info={}))])
+        worker._channel.close()
+        return await asyncio.to_thread(worker._process.wait, 60)
+
+    assert asyncio.run(main()) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_a_cancelled_check_ends_and_leaves_no_answer_for_the_next_one(misbehaving, tmp_path):
     announced = tmp_path / "announced"
     announced.mkdir()
@@ -398,6 +416,7 @@ import asyncio, sys
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rewards.verifier_runner import PendingVerdict
+from moerl.rewards.verifiers import VerifierInput
 from moerl.types.groups import Prompt
 
 async def main():
