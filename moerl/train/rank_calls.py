@@ -16,6 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayError
 
 from moerl.cluster.error_texts import headline, is_consequence
 from moerl.cluster.lost_actors import LOST, is_lost, lost_node, memory_report, was_killed
+from moerl.cluster.patient_wait import patient_wait
 from moerl.cluster.ray_nodes import on_node
 from moerl.config.schema.deadlines import DeadlineConfig, Phase
 from moerl.hangs.examine import kill, memory_kills
@@ -126,8 +127,9 @@ class RankCalls:
         ending = asyncio.ensure_future(asyncio.wait(list(calls.values()), return_when=asyncio.FIRST_EXCEPTION))
         try:
             while not ending.done() and not self._hung.done():
-                await asyncio.wait((ending, self._hung), timeout=self._deadlines.of(phase), return_when=asyncio.FIRST_COMPLETED)
-                if not ending.done() and not self._hung.done():
+                await patient_wait((ending, self._hung), seconds=self._deadlines.of(phase), return_when=asyncio.FIRST_COMPLETED)
+                # The last answers may have come at the same moment.
+                if not ending.done() and not self._hung.done() and not all(call.done() for call in calls.values()):
                     await self._find_hung(phase)
         finally:
             ending.cancel()

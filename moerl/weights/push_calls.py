@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from moerl.cluster.error_texts import is_consequence
+from moerl.cluster.patient_wait import patient_wait
 from moerl.types.errors import HangError, WeightError
 
 P = ParamSpec("P")
@@ -75,7 +76,7 @@ class PushCalls:
     async def _hanging(self, tasks: Mapping[str, asyncio.Future[T]]) -> list[str]:
         """To be looked at: those that have not ended at the deadline, or some time after the first failure; if each has only lost or
         awaited others, all that failed. Nobody where a cause is known: who then has not ended may be well, and busy."""
-        done, pending = await asyncio.wait(tasks.values(), timeout=self.deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+        done, pending = await patient_wait(tasks.values(), seconds=self.deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
         if pending and any(task.exception() is not None for task in done):
             await asyncio.wait(pending, timeout=self.settle_seconds)
             if SOURCE in tasks and not tasks[SOURCE].done():  # it has deadlines of its own, and then names the rank that failed

@@ -213,6 +213,19 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
     run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
 
 
+def test_a_driver_that_stood_still_beyond_a_deadline_takes_the_answers_that_came_meanwhile(run_with):
+    """As after Ctrl-Z: ranks that had answered were said to hang, or nobody was found, and the run ended with `StopIteration`."""
+
+    async def scenario(group, pids):
+        updating = asyncio.create_task(group.update(LONG_BATCH, SUPERVISED, lr=1e-3))
+        await asyncio.sleep(0.1)
+        assert not updating.done()
+        time.sleep(10)  # noqa: ASYNC251 - the loop stands still, as its process would
+        assert (await updating).num_tokens == 60 * 26
+
+    run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
+
+
 def test_a_rank_frozen_in_a_push_is_named_although_all_others_wait(run_with):
     async def scenario(group, pids):
         freeze = signal_in_send(pids[1], signal.SIGSTOP)
