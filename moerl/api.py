@@ -63,7 +63,7 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. Blocks, also in a notebook, and can be interrupted there. Raises
     MoerlError, which is RunStopped for a run that was asked to end and saved. Leaves no process.
     """
-    ready = checked_run(to_plain(config), starts=True)
+    ready = checked_run(_plain(config), starts=True)
 
     from moerl.observe.report import report_finished
 
@@ -84,7 +84,7 @@ def evaluate(config: RunConfig, *, checkpoint: str | Path | None = None, out: st
     `checkpoint`: RUN/checkpoints/step-N or a Hugging Face folder; None: the run's newest. `out`: the directory for samples and
     results.json; None: RUN/eval/checkpoint-NAME. An evaluation that was stopped goes on. Raises as `train`.
     """
-    ready = checked_evaluation(to_plain(config), checkpoint=_path(checkpoint), out=_path(out))
+    ready = checked_evaluation(_plain(config), checkpoint=_path(checkpoint), out=_path(out))
 
     from moerl.cluster.forks.fork_server import forking_apart
 
@@ -104,14 +104,14 @@ def plan(
     placement.gpu says, or 400.
     """
     return plan_push(
-        checked(to_plain(config)), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit,
+        checked(_plain(config)), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit,
         bucket_bytes=bucket_bytes,
     )  # fmt: skip
 
 
 def memory(config: RunConfig) -> MemoryPlan:
     """Memory that the run's ranks, servers and nodes need, by phase and kind; printed, it is what `moerl plan --only=memory` prints."""
-    return memory_plan(checked(to_plain(config)))
+    return memory_plan(checked(_plain(config)))
 
 
 def _composed(run: RunConfig | str, overrides: tuple[str, ...], config_dir: str | Path | None) -> dict[str, object]:
@@ -120,6 +120,12 @@ def _composed(run: RunConfig | str, overrides: tuple[str, ...], config_dir: str 
     if overrides or config_dir is not None:
         raise TypeError("overrides and config_dir go with the name of a recipe; dataclasses.replace changes a configuration")
     return to_plain(run)
+
+
+def _plain(config: RunConfig | str) -> dict[str, object]:
+    if isinstance(config, str):  # as check takes it
+        raise TypeError(f"{config!r} names a recipe and is no configuration: moerl.load({config!r}) makes one of it")
+    return to_plain(config)
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -1,6 +1,7 @@
 """`moerl plan`: what a push of a run's weights moves over the network, from its layout and that of the rollout."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -132,7 +133,10 @@ def plan_push(
     bucket_bytes: int | None,
 ) -> PushPlan:  # fmt: skip
     """Plan of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises
-    ConfigError for a rollout that cannot serve the model, or cannot be planned."""
+    ConfigError for a rollout that cannot serve the model, or cannot be planned, and for a number that is none of those."""
+    counts = {"servers": servers, "gpus_per_server": gpus_per_server, "gpus_per_node": gpus_per_node, "bucket_bytes": bucket_bytes}
+    if problems := list(_number_problems(counts, card_gbit)):
+        raise ConfigError(problems)
     # Here, as it loads torch: that too takes a fifth longer while Python searches for cycles.
     from moerl.train.push.planned_tensors import push_tensors
 
@@ -248,6 +252,16 @@ def rollout_of(
         gpus_per_node=layout.gpus_per_node if gpus_per_node is None else gpus_per_node,
         expert_parallel=layout.ep if gpus_per_server is None else None,
     )
+
+
+def _number_problems(counts: Mapping[str, object], card_gbit: object) -> Iterator[Problem]:
+    """Of what is given instead of the configuration's: the command line has refused most of it, a Python program has not."""
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            yield problem(name, value, "must be an integer > 0", "it stands instead of the configuration's", f"{name}=1, or more")
+    if card_gbit is not None and not (isinstance(card_gbit, int | float) and 0 < card_gbit < math.inf):
+        reason = "it is the rate of a GPU's network card, in 1e9 bits per second"
+        yield problem("card_gbit", card_gbit, "must be a finite number > 0", reason, "card_gbit=400")
 
 
 def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:

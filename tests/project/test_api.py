@@ -2,6 +2,7 @@
 evaluating through it: tests/run/test_run_evaluation.py and test_run_wheel.py."""
 
 import asyncio
+import math
 import os
 import pickle
 import re
@@ -97,6 +98,25 @@ def test_a_plan_has_the_numbers_that_the_command_prints():
     assert "rollout          2 servers of 4 GPUs on 2 nodes" in str(planned)
     with pytest.raises(moerl.ConfigError, match="must divide the model's 8 experts"):
         moerl.plan(moerl.load(DEMO), gpus_per_server=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("servers", 0), ("servers", -1), ("servers", 2.5), ("gpus_per_server", 0), ("gpus_per_node", 0), ("bucket_bytes", 0),
+        ("bucket_bytes", -5), ("card_gbit", 0), ("card_gbit", math.nan), ("card_gbit", math.inf), ("card_gbit", "400"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_numbers_that_none_can_be_made_of(name, value):
+    """They ended in ZeroDivisionError or IndexError, or in a plan of buckets of -5 bytes."""
+    with pytest.raises(moerl.ConfigError, match=re.escape(f"{name} = {value!r}: must be ")):
+        moerl.plan(moerl.load(DEMO), **{name: value})
+
+
+@pytest.mark.parametrize("function", [moerl.train, moerl.evaluate, moerl.plan, moerl.memory])
+def test_a_recipes_name_where_a_configuration_belongs_is_told_as_that(function):
+    with pytest.raises(TypeError, match=re.escape(f"moerl.load({DEMO!r}) makes one of it")):
+        function(DEMO)
 
 
 def test_the_memory_has_the_numbers_that_the_command_prints():
