@@ -13,6 +13,9 @@ from moerl.convert.convert_commands import checkpoints
 from moerl.types.exit_codes import ExitCode
 from moerl.types.system_errors import told_of_system  # here: what it tells of may be that no file can be opened
 
+_LONGEST_WAIT = 1e6
+"""Seconds, as of settings (Seconds of moerl/config/schema/strict.py)."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -174,7 +177,7 @@ def launch(
 @app.command()
 def end(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
-    seconds: Annotated[float, typer.Option(min=1.0, help="For the run to save and end.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1.0, max=_LONGEST_WAIT, help="For the run to save and end.")] = 300.0,
     address: Annotated[
         str | None, typer.Option(help="HOST:PORT of the Ray cluster whose head node trains; this machine if not given.", show_default=False)
     ] = None,
@@ -284,7 +287,9 @@ def doctor(
     with_fixes: Annotated[bool, typer.Option("--fix", help="Print the commands that mend what is wrong; none is run.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure the bandwidth between nodes and GPUs.")] = True,
     smoke: Annotated[bool, typer.Option("--smoke", help="Then train a tiny model with the recipe's engine, here; minutes.")] = False,
-    deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for the nodes to answer, and again to measure.")] = 180.0,
+    deadline: Annotated[
+        float, typer.Option(min=1.0, max=_LONGEST_WAIT, help="Seconds for the nodes to answer, and again to measure.")
+    ] = 180.0,
 ) -> None:
     """Examine every node that a run would use; exit code 1 if one cannot carry it. With a recipe: by what that run needs.
 

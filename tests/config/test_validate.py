@@ -68,6 +68,9 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DAPO, "spare_groups=1 num_steps=2", "spare_groups", "num_steps=2 leaves no step"),
         (DEMO, "spare_groups=1", "deterministic", "needs spare_groups=0"),
         (DEMO, "rollout.partial=true", "rollout.partial", "has no effect"),
+        # A rank waits for another by calls that take no more: both ended the run.
+        (DEMO, "deadlines.update_seconds=1e400", "deadlines.update_seconds", "must be a number > 0 and <= 1000000"),
+        (DEMO, "deadlines.update_seconds=3e6", "deadlines.update_seconds", "must be a number > 0 and <= 1000000"),
         (DEMO, "rollout.cache_high=90", "rollout.cache_high", "must be above 0 and at most 1"),
         (DEMO, "rollout.cache_high=0", "rollout.cache_high", "rollout.cache_high=0.9"),
         (DAPO, "train.old_logprobs=trainer", "train.old_logprobs", "train.old_logprobs=rollout"),

@@ -65,6 +65,14 @@ def test_no_verb_prints_the_help(moerl):
     assert (done.returncode, "train" in done.stderr, "check" in done.stderr) == (2, True, True)
 
 
+@pytest.mark.parametrize("words", [("end", ".", "--seconds"), ("doctor", "--deadline")])
+def test_seconds_without_an_end_are_refused(moerl, words):
+    """They ended in OverflowError: of `end`, after the run had been asked."""
+    done = moerl(*words, "inf")
+    assert done.returncode == 2
+    assert f"Invalid value for '{words[-1]}': Input should be less than or equal to 1000000" in done.stderr
+
+
 def test_recipes_of_an_own_directory_are_found(moerl, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ndefaults: [grpo-tiny-moe-1n2g-sync, _self_]\nname: mine\n")

@@ -9,7 +9,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 MOST = 2**17
 Size = Annotated[int, Field(gt=0, le=MOST)]
 """Number of things that are counted out one by one, as GPUs and layers are: a slip of the keyboard must not compute for hours."""
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""At most eleven days: the system's calls that wait for them count milliseconds in 31 bits, and take no infinity."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
