@@ -4,6 +4,7 @@ Where engines returned routes, step-000010.routes.npz beside it holds them, an a
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ class SampleDumps:
 
 
 def dumped_steps(directory: Path) -> dict[int, Path]:
-    """The dump of every step that has one, in the order of steps."""
-    paths = {int(path.stem.removeprefix("step-")): path for path in directory.glob("step-*.jsonl")}
-    return dict(sorted(paths.items()))
+    """The dump of every step that has one, in the order of steps. Files of other names, as copies of dumps, are somebody else's."""
+    paths = [path for path in directory.glob("step-*.jsonl") if re.fullmatch(r"step-\d{6,}", path.stem)]
+    return dict(sorted((int(path.stem.removeprefix("step-")), path) for path in paths))
 
 
 def _routes_path(dump: Path) -> Path:

@@ -45,7 +45,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     A step that was evaluated has two lines, and is one here.
     """
     steps: dict[int, dict[str, float]] = {}
-    for record in read_records(path):
+    for number, record in enumerate(read_records(path), start=1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+            raise ReportError(
+                f'{path} record {number} = {str(record)[:60]!r}: must be a step\'s metrics, with its "step". Remove the line.'
+            )
         steps.setdefault(record["step"], {}).update({name: value for name, value in record.items() if value is not None})
     return list(steps.values())
 

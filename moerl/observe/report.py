@@ -79,7 +79,7 @@ def report_finished(config: RunConfig) -> Path | None:
 def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
     settings = run_dir / "config.yaml"
     config_text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
-    config = yaml.safe_load(config_text) if config_text else {}
+    config = _settings(settings, config_text)
     dumps, num_dumps = _dumps(run_dir / "samples")
     scripts = {"plotly_js": get_plotlyjs(), "report_js": _file("report.js")}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -96,6 +96,16 @@ def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
         script_hashes=" ".join(_hash(script) for script in scripts.values()),
         **{name: Markup(script) for name, script in scripts.items()},
     )
+
+
+def _settings(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ReportError(f"{path} = damaged: must be YAML, as the run wrote it: {error}") from error
+    if not isinstance(found, dict):
+        raise ReportError(f"{path} = damaged: must hold the settings of the run, and holds {type(found).__name__}")
+    return found
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:

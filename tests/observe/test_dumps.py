@@ -43,6 +43,17 @@ def test_steps_are_in_the_order_of_numbers_past_six_digits(tmp_path, group):
     assert list(dumped_steps(tmp_path)) == [999_999, 1_000_000]
 
 
+def test_a_copy_that_somebody_made_of_a_dump_is_left_alone(tmp_path, group):
+    """A run that went on ended with it, after its first step."""
+    dumps = SampleDumps(tmp_path, every=1, num_groups=1)
+    dumps.step(2, [group])
+    copy = tmp_path / "step-000002 (copy).jsonl"
+    copy.write_bytes((tmp_path / "step-000002.jsonl").read_bytes())
+    assert list(dumped_steps(tmp_path)) == [2]
+    SampleDumps(tmp_path, every=1, num_groups=1).truncate_after(1)
+    assert list(tmp_path.iterdir()) == [copy]
+
+
 def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make_sample):
     SampleDumps(tmp_path, every=1, num_groups=1).step(10, [group, make_group(make_sample(text="beyond num_groups"))])
     scored, failed = map(json.loads, (tmp_path / "step-000010.jsonl").read_text().splitlines())

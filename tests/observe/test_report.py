@@ -2,6 +2,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -210,6 +211,22 @@ def test_dumps_too_large_for_a_browser_are_thinned_evenly_back_from_the_last(mak
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ReportError, match=r"must hold metrics\.jsonl"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("config.yaml", "a: [", "config.yaml = damaged: must be YAML, as the run wrote it"),
+        ("config.yaml", "- 1", "must hold the settings of the run, and holds list"),
+        ("metrics.jsonl", '{"x": 1}', "metrics.jsonl record 1 = \"{'x': 1}\": must be a step's metrics"),
+        ("metrics.jsonl", "3", "metrics.jsonl record 1 = '3': must be a step's metrics"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(make_run, name, text, told):
+    run_dir = make_run()
+    (run_dir / name).write_text(text + "\n")
+    with pytest.raises(ReportError, match=re.escape(told)):
+        write_report(run_dir)
 
 
 def test_a_run_before_its_first_step_is_refused(tmp_path):
