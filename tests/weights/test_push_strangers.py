@@ -1,7 +1,9 @@
 """Strangers at the ports of a push: whoever reaches them without the secret reads nothing, changes nothing, and holds nobody up."""
 
 import asyncio
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from moerl.rollout.server.wire import OFFER, VERBS
 from moerl.types.errors import WeightError
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.links import Lender
-from moerl.weights.transport.rendezvous import Deadline, Rendezvous
+from moerl.weights.transport.rendezvous import Deadline, Rendezvous, explained
 from moerl.weights.verify.digest import tensor_digest
 
 HOST, SECONDS = "127.0.0.1", 60.0
@@ -178,3 +180,10 @@ def test_a_reader_comes_once_and_the_port_is_closed_when_all_have_come(rendezvou
                 connected(rendezvous, b"").close()
     first.close()
     other.close()
+
+
+def test_a_process_that_may_open_no_more_files_is_not_told_to_look_at_the_network():
+    with pytest.raises(WeightError, match=r"\[Errno 24\] Too many open files\); this process, .* `ulimit -n`"), explained("no"):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with pytest.raises(WeightError, match="see that every rollout server is alive and reaches"), explained("no"):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))

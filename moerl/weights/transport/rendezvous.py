@@ -1,6 +1,8 @@
 """Where the sides of a push find each other: a store in the process of the first sender. The driver tells all its address, and the secret
 without which nobody is heard there."""
 
+import errno
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -84,4 +86,7 @@ def explained(what: str) -> Iterator[None]:
     except (RuntimeError, OSError, ValueError) as error:
         if isinstance(error, WeightError):
             raise
-        raise WeightError(f"{what} ({error}); see that every rollout server is alive and reaches the trainer's host") from error
+        fix = "see that every rollout server is alive and reaches the trainer's host"
+        if any(os.strerror(number) in str(error) for number in (errno.EMFILE, errno.ENFILE)):
+            fix = "this process, or its machine, may open no more files: a larger `ulimit -n`, of which moerl doctor tells"
+        raise WeightError(f"{what} ({error}); {fix}") from error
