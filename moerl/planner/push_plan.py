@@ -255,7 +255,7 @@ def rollout_of(
 
 
 def _number_problems(counts: Mapping[str, object], card_gbit: object) -> Iterator[Problem]:
-    """Of what is given instead of the configuration's: the command line has refused most of it, a Python program has not."""
+    """Problems of what is given instead of the configuration's: a Python program may hand in anything."""
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             yield problem(name, value, "must be an integer > 0", "it stands instead of the configuration's", f"{name}=1, or more")
