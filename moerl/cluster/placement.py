@@ -1,4 +1,4 @@
-"""From the map of GPUs to the nodes of the Ray cluster: on which node every training rank and rollout server of the run is."""
+"""From the map of GPUs, which says who shares a node, to the machines of the Ray cluster: which of them each of these nodes is."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

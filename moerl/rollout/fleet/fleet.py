@@ -286,7 +286,7 @@ class Fleet:
         return True
 
     async def _restart(self, member: Member) -> EngineError | None:
-        """Why it could not be started."""
+        """Why it could not be started, on the node that it had."""
         self._enter(member, "restarting")
         member.num_starts += 1
         await member.engine.close()
