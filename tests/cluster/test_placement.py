@@ -124,11 +124,11 @@ def test_missing_and_small_nodes_are_named():
 
 
 def test_gpus_that_another_job_of_the_cluster_holds_are_told_and_not_waited_for_without_end(config, monkeypatch):
-    monkeypatch.setattr(placement_module, "_FREE_SECONDS", 1.0)
     holder = ray.remote(num_gpus=1, num_cpus=0)(Holder).remote()
     ray.get(holder.__ray_ready__.remote())
     try:
-        with pytest.raises(ConfigError, match=r"needs GPUs that nobody else has\n.*within 1 s on .* \(4 GPUs\)"):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"GPUs that nobody else has\n.*within 1 s on .* \(4 GPUs\)"):
+            patch.setattr(placement_module, "_FREE_SECONDS", 1.0)
             find_placement(on(config))
     finally:
         ray.kill(holder)
