@@ -164,7 +164,9 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spans(tensor: torch.Tensor, sizes: Sequence[int] | None, num_ranks: int) -> list[slice]:
-    """Bytes of each rank. `sizes`: rows; without them all have as many."""
+    """Bytes of each rank. `sizes`: rows; without them all have as many. RuntimeError, as upstream, for those of another tensor."""
     row = tensor.element_size() * math.prod(tensor.shape[1:])
-    rows = sizes if sizes is not None and len(sizes) else [len(tensor) // num_ranks] * num_ranks
-    return [slice(begin, end) for begin, end in pairwise(accumulate((int(size) * row for size in rows), initial=0))]
+    rows = [int(size) for size in sizes] if sizes is not None and len(sizes) else [len(tensor) // num_ranks] * num_ranks
+    if len(rows) != num_ranks or sum(rows) != len(tensor):
+        raise RuntimeError(f"Split sizes {rows} of an all-to-all of {num_ranks} ranks: must be {num_ranks} that add up to {len(tensor)}")
+    return [slice(begin, end) for begin, end in pairwise(accumulate((size * row for size in rows), initial=0))]

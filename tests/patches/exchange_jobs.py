@@ -57,6 +57,20 @@ def exchange_slowly(seconds: float) -> list[int]:
     return seen
 
 
+def refused_sizes() -> tuple[bool, list[str]]:
+    """Whether exchanges go through memory, and kinds of errors for sizes that are not those of the tensors. Nothing is sent for them."""
+    kinds = []
+    for sent, received in (([1, 1], [2, 2]), ([2, 2], [1, 1]), ([4], [2, 2]), ([2, 2], [2, 1, 1])):
+        try:
+            dist.all_to_all_single(torch.empty(4), torch.ones(4), received, sent)
+        except RuntimeError as error:
+            kinds.append(type(error).__name__)
+    output = torch.empty(2)
+    dist.all_to_all_single(output, torch.full((2,), float(dist.get_rank())))
+    assert output.tolist() == [0.0, 1.0]
+    return is_through_memory(), kinds
+
+
 def lose_a_rank(store: str, ends: bool, timeout_seconds: float) -> str:
     """The error of a rank whose only other one leaves after an exchange, by its end or by doing something else. A job of one rank, which
     forks the other: the ranks of a case are all ended with the first."""

@@ -31,6 +31,11 @@ def test_ranks_of_which_one_is_on_another_host_exchange_over_gloo():
     assert all(torch.equal(a, b) for a, b in zip(received, theirs, strict=True))
 
 
+@pytest.mark.parametrize("without", [[], ["shared_exchange"]])
+def test_sizes_that_are_not_those_of_the_tensors_are_refused_as_by_gloo(without):
+    assert run_ranks(exchange_jobs.refused_sizes, 2, without=without) == (not without, ["RuntimeError"] * 4)
+
+
 @pytest.mark.parametrize(
     ("ends", "words"), [(True, "Connection closed by peer|Broken pipe"), (False, "Timed out waiting 1000ms for rank 1")]
 )
