@@ -109,6 +109,26 @@ def files_of_a_destroyed_group() -> tuple[int, int]:
     return len(opened), len(_open_files()) - len(before)
 
 
+def exchange_while_ended() -> tuple[bool, str, list[float]]:
+    """Whether exchanges go through memory, the error of one while the trainer sleeps without groups, and what one brings after that."""
+    from moerl.train.megatron.process_groups import ReloadableGroups
+    from moerl.types.errors import ResidencyError
+
+    groups, sent = ReloadableGroups(), torch.full((2,), float(dist.get_rank()))
+    with groups.recording():
+        group = dist.new_group([0, 1])
+    dist.all_to_all_single(torch.empty(2), sent, group=group)
+    groups.end()
+    error, output = "", torch.empty(2)
+    try:
+        dist.all_to_all_single(output, sent, group=group)
+    except ResidencyError as raised:
+        error = str(raised)
+    groups.make_again()
+    dist.all_to_all_single(output, sent, group=group)
+    return is_through_memory(), error, output.tolist()
+
+
 def recorded_exchanges() -> tuple[bool, str, list[int]]:
     """Whether exchanges went through memory, the newest collective of the rank's record, and the counts of its groups."""
     open_record()

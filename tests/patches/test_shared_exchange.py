@@ -50,5 +50,10 @@ def test_a_group_that_is_destroyed_leaves_no_files():
     assert (during, after) == (4, 0)
 
 
+def test_ranks_exchange_nothing_while_their_groups_are_ended():
+    error = "communication in the group of ranks [0, 1] while the trainer sleeps: its groups are ended"
+    assert run_ranks(exchange_jobs.exchange_while_ended, 2) == (True, error, [0.0, 1.0])
+
+
 def test_exchanges_through_memory_are_on_the_record():
     assert run_ranks(exchange_jobs.recorded_exchanges, 2) == (True, "all_to_all_single", [5])  # and two of the first, to meet
