@@ -114,29 +114,36 @@ class _Exchange:
 
 
 def _join(group: Any) -> _Exchange | None:
-    """This rank's end. None for all of the group where one of them cannot open what another has, as on another host."""
+    """This rank's end. None for all of the group where one of them cannot open what another has, as on another host, or no more files."""
     rank, others = group.rank(), [other for other in range(group.size()) if other != group.rank()]
-    own = [os.memfd_create(f"moerl-exchange-{secrets.token_hex(8)}") for _ in range(2)]
-    pipes = {other: os.pipe() for other in others}
-    offers: list[Any] = [None] * group.size()
-    dist.all_gather_object(offers, ([_offer(fd) for fd in own], {other: _offer(ends[1]) for other, ends in pipes.items()}), group=group)
-    theirs, to_rank = {}, {}
+    own: list[int] = []
+    pipes, theirs, to_rank = {}, {rank: own}, {}
     with suppress(OSError):
+        for _ in range(2):
+            own.append(os.memfd_create(f"moerl-exchange-{secrets.token_hex(8)}"))
         for other in others:
-            theirs[other] = [_open(offer, os.O_RDWR) for offer in offers[other][0]]
+            pipes[other] = os.pipe()
+    offers: list[Any] = [None] * group.size()
+    offer = ([_offer(fd) for fd in own], {other: _offer(ends[1]) for other, ends in pipes.items()})
+    dist.all_gather_object(offers, offer, group=group)
+    with suppress(OSError, KeyError):  # KeyError: the other one has no pipe for this rank
+        for other in others:
+            buffers = theirs[other] = list[int]()
+            for each in offers[other][0]:
+                buffers.append(_open(each, os.O_RDWR))
             to_rank[other] = _open(offers[other][1][rank], os.O_WRONLY)
     succeeded = [False] * group.size()
     dist.all_gather_object(succeeded, len(to_rank) == len(others), group=group)
     for _, end in pipes.values():
         os.close(end)  # the other's is the last, so that it is heard when that one ends
     from_rank = {other: end for other, (end, _) in pipes.items()}
-    files = [*own, *from_rank.values(), *to_rank.values(), *(fd for pair in theirs.values() for fd in pair)]
+    files = [*from_rank.values(), *to_rank.values(), *(fd for pair in theirs.values() for fd in pair)]
     if not all(succeeded):
         _close(files)
         return None
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    buffers = {other: [_Buffer(fd) for fd in pair] for other, pair in {**theirs, rank: own}.items()}
-    exchange = _Exchange(rank, buffers, to_rank, from_rank, round(timeout.total_seconds() * 1000))
+    memory = {other: [_Buffer(fd) for fd in pair] for other, pair in theirs.items()}
+    exchange = _Exchange(rank, memory, to_rank, from_rank, round(timeout.total_seconds() * 1000))
     weakref.finalize(exchange, _close, files)
     return exchange
 

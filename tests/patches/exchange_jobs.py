@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import time
 from datetime import timedelta
@@ -22,12 +23,15 @@ def is_through_memory() -> bool:
     return any(name.startswith("/memfd:moerl-exchange") for name in _open_files())
 
 
-def exchange_many(seed: int, num_exchanges: int, far_rank: int | None = None) -> tuple[bool, list[torch.Tensor]]:
+def exchange_many(seed: int, num_exchanges: int, lacking: tuple[int, str] | None = None) -> tuple[bool, list[torch.Tensor]]:
     """Whether they went through memory, and all that every rank received, of exchanges of random sizes, many of them nothing.
-    `far_rank`: cannot open what the others have, as on another host."""
+    `lacking`: a rank, and what it cannot do: "reach" what others have, as on another host, or open more "files"."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    if rank == far_rank:
+    if lacking == (rank, "reach"):
         os.open = _not_elsewhere
+    elif lacking == (rank, "files"):
+        most = len(_open_files()) + 4  # two buffers and one pipe, where two are needed
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     random, generator, received = Random(seed), torch.Generator().manual_seed(seed * 100 + rank), []
     for _ in range(num_exchanges):
         dtype, width, most = random.choice(DTYPES), random.choice([(), (3,), (2, 5)]), random.choice([0, 2, 50, 3000])

@@ -24,8 +24,9 @@ def test_a_rank_that_reads_late_reads_what_was_sent():
     assert run_ranks(exchange_jobs.exchange_slowly, 3, 0.05) == [number for number in range(8) for _ in range(3)]
 
 
-def test_ranks_of_which_one_is_on_another_host_exchange_over_gloo():
-    through, received = run_ranks(exchange_jobs.exchange_many, 3, 5, 10, 1)
+@pytest.mark.parametrize("what", ["reach", "files"])
+def test_ranks_of_which_one_is_on_another_host_or_may_open_no_more_files_exchange_over_gloo(what):
+    through, received = run_ranks(exchange_jobs.exchange_many, 3, 5, 10, (1, what))
     _, theirs = run_ranks(exchange_jobs.exchange_many, 3, 5, 10, without=["shared_exchange"])
     assert not through
     assert all(torch.equal(a, b) for a, b in zip(received, theirs, strict=True))
