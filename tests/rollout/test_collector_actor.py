@@ -112,6 +112,22 @@ def test_an_answer_that_is_being_checked_outlives_the_connection_it_came_over(ru
     assert isinstance(ready[1], BrokenConnection)
 
 
+def test_a_bug_ends_every_request_of_a_message_and_stands_once_in_the_log(run, monkeypatch, caplog):
+    async def fail(session, url, server, requests, data):
+        raise KeyError("a bug")
+        yield
+
+    async def scenario():
+        monkeypatch.setattr(collector_actor, "generate_at", fail)
+        actor = new_actor()
+        await actor.submit([], submitted(0, 1, 2), {})
+        await until(lambda: len(actor._ready) == 3)
+        return actor._ready
+
+    assert {str(outcome) for outcome in run(scenario()).values()} == {"a process that receives completions failed: KeyError: 'a bug'"}
+    assert [record.message for record in caplog.records if record.exc_info] == ["an answer could not be received"]
+
+
 def test_a_number_that_is_here_is_not_asked_again(run, monkeypatch):
     asked = []
 

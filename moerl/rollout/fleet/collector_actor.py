@@ -137,8 +137,9 @@ class CollectorActor:
                 else:
                     self._spawn(self._receive(number, each, before[number], outcome))
         except Exception as error:
+            told = _told(error)
             for number in left:
-                self._end(number, _told(error))
+                self._end(number, told)
 
     async def _receive(self, number: int, asked: _Asked, so_far: Completion | None, more: Completion) -> None:
         assert self._intake is not None
