@@ -164,7 +164,9 @@ def _top_level(within: ast.AST) -> Iterator[ast.stmt]:
     for node in ast.iter_child_nodes(within):
         if isinstance(node, ast.stmt):
             yield node
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        # Not into expressions, which hold no statements, and may be nested deeper than Python recurses.
+        is_definition = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)) and not is_definition:
             yield from _top_level(node)
 
 

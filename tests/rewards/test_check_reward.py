@@ -27,6 +27,9 @@ try:
     from elsewhere import imported as renamed
 except ImportError:
     def conditional(data_source, solution_str, ground_truth, extra_info): ...
+match assigned:
+    case _:
+        def matched(data_source, solution_str, ground_truth, extra_info): ...
 class Judge:
     def inner(self): ...
 """
@@ -82,7 +85,7 @@ def test_a_term_that_cannot_work_is_a_problem(term, path, said):
     assert said in problem.rule
 
 
-@pytest.mark.parametrize("name", ["score", "open_ended", "assigned", "renamed", "conditional", "Judge", "decorated", "awaited"])
+@pytest.mark.parametrize("name", ["score", "open_ended", "assigned", "renamed", "conditional", "matched", "Judge", "decorated", "awaited"])
 def test_a_name_the_module_defines_is_accepted(module, name):
     assert problems(kind="function", path=f"{module}:{name}") == []
 
@@ -117,6 +120,11 @@ def test_a_module_of_a_package_is_found_without_importing_it(module, monkeypatch
 
 def test_names_behind_a_star_import_are_believed(module):
     module.write_text("from elsewhere import *\n")
+    assert problems(kind="function", path=f"{module}:score") == []
+
+
+def test_an_expression_of_any_length_beside_the_function_is_no_problem(module):
+    module.write_text(f"{MODULE}\nTABLE = {' + '.join(['1'] * 2000)}\n")
     assert problems(kind="function", path=f"{module}:score") == []
 
 
