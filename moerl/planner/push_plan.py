@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -255,11 +256,11 @@ def rollout_of(
 
 
 def _number_problems(counts: Mapping[str, object], card_gbit: object) -> Iterator[Problem]:
-    """Problems of what is given instead of the configuration's: a Python program may hand in anything."""
+    """Problems of what is given instead of the configuration's: a Python program may hand in anything, numpy's numbers too."""
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (not isinstance(value, Integral) or int(value) < 1):
             yield problem(name, value, "must be an integer > 0", "it stands instead of the configuration's", f"{name}=1, or more")
-    if card_gbit is not None and not (isinstance(card_gbit, int | float) and 0 < card_gbit < math.inf):
+    if card_gbit is not None and not (isinstance(card_gbit, Real) and 0 < float(card_gbit) < math.inf):
         reason = "it is the rate of a GPU's network card, in 1e9 bits per second"
         yield problem("card_gbit", card_gbit, "must be a finite number > 0", reason, "card_gbit=400")
 

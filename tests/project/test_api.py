@@ -113,6 +113,12 @@ def test_a_plan_refuses_numbers_that_none_can_be_made_of(name, value):
         moerl.plan(moerl.load(DEMO), **{name: value})
 
 
+def test_a_plan_takes_the_numbers_of_numpy():
+    config = moerl.load(DEMO)
+    found = moerl.plan(config, servers=numpy.int64(2), card_gbit=numpy.float32(200))
+    assert str(found) == str(moerl.plan(config, servers=2, card_gbit=200))
+
+
 @pytest.mark.parametrize("function", [moerl.train, moerl.evaluate, moerl.plan, moerl.memory])
 def test_a_recipes_name_where_a_configuration_belongs_is_told_as_that(function):
     with pytest.raises(TypeError, match=re.escape(f"moerl.load({DEMO!r}) makes one of it")):
