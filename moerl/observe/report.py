@@ -78,7 +78,7 @@ def report_finished(config: RunConfig) -> Path | None:
 
 def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
     settings = run_dir / "config.yaml"
-    config_text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
+    config_text = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else ""
     config = _settings(settings, config_text)
     dumps, num_dumps = _dumps(run_dir / "samples")
     scripts = {"plotly_js": get_plotlyjs(), "report_js": _file("report.js")}
@@ -101,7 +101,7 @@ def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
 def _settings(path: Path, text: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise ReportError(f"{path} = damaged: must be YAML, as the run wrote it: {error}") from error
     if not isinstance(found, dict):
         raise ReportError(f"{path} = damaged: must hold the settings of the run, and holds {type(found).__name__}")

@@ -217,6 +217,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     ("name", "text", "told"),
     [
         ("config.yaml", "a: [", "config.yaml = damaged: must be YAML, as the run wrote it"),
+        ("config.yaml", "day: 2026-99-99", "config.yaml = damaged: must be YAML, as the run wrote it: month must be in"),
         ("config.yaml", "- 1", "must hold the settings of the run, and holds list"),
         ("metrics.jsonl", '{"x": 1}', "metrics.jsonl record 1 = \"{'x': 1}\": must be a step's metrics"),
         ("metrics.jsonl", "3", "metrics.jsonl record 1 = '3': must be a step's metrics"),
@@ -227,6 +228,13 @@ def test_a_damaged_file_of_a_run_is_named(make_run, name, text, told):
     (run_dir / name).write_text(text + "\n")
     with pytest.raises(ReportError, match=re.escape(told)):
         write_report(run_dir)
+
+
+def test_settings_with_a_byte_that_is_no_text_are_shown_without_it(make_run):
+    run_dir = make_run()
+    with (run_dir / "config.yaml").open("ab") as settings:
+        settings.write(b"# \xff\n")
+    assert "# \ufffd" in write_report(run_dir).read_text()
 
 
 def test_a_run_before_its_first_step_is_refused(tmp_path):
