@@ -39,17 +39,24 @@ def metrics_path(run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
+def step_records(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of a metrics.jsonl, each with its "step"."""
+    records = read_records(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
+            raise ReportError(
+                f'{path} record {number} = {str(record)[:60]!r}: must be a step\'s metrics, with its "step". Remove the line.'
+            )
+    return records
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The steps of a metrics.jsonl, each with its "step"; a value that was not finite is absent.
 
     A step that was evaluated has two lines, and is one here.
     """
     steps: dict[int, dict[str, float]] = {}
-    for number, record in enumerate(read_records(path), start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
-            raise ReportError(
-                f'{path} record {number} = {str(record)[:60]!r}: must be a step\'s metrics, with its "step". Remove the line.'
-            )
+    for record in step_records(path):
         steps.setdefault(record["step"], {}).update({name: value for name, value in record.items() if value is not None})
     return list(steps.values())
 
@@ -61,7 +68,7 @@ def trained_rows(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float
 
 def evaluated_versions(run_dir: Path) -> set[int]:
     """Versions of which an evaluation is recorded."""
-    records = read_records(metrics_path(run_dir))
+    records = step_records(metrics_path(run_dir))
     return {record["step"] for record in records if any(name.startswith("eval/") and record[name] is not None for name in record)}
 
 

@@ -15,7 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from moerl.observe.records import read_records, replace_records, to_line
+from moerl.observe.records import replace_records, step_records, to_line
 from moerl.types.errors import ConfigError, Problem
 
 
@@ -32,11 +32,11 @@ class JsonlWriter:
 
     def __init__(self, path: Path):
         self.path = path
-        self._reopen(read_records(path) if path.exists() else [])
+        self._reopen(step_records(path) if path.exists() else [])
 
     def truncate_after(self, step: int) -> None:
         self._file.close()
-        self._reopen([record for record in read_records(self.path) if record["step"] <= step])
+        self._reopen([record for record in step_records(self.path) if record["step"] <= step])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.write(to_line({"step": step, **metrics}))

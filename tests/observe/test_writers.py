@@ -63,6 +63,16 @@ def test_damage_before_the_last_line_is_reported_with_its_place(tmp_path):
         read_records(path)
 
 
+@pytest.mark.parametrize("line", ['{"reward/mean": 0.5}', "3", "null"])
+def test_a_line_that_is_of_no_step_is_named_before_a_run_goes_on(tmp_path, line):
+    """It ended in KeyError or TypeError, on the way back to the newest checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ReportError, match=r"metrics\.jsonl record 2 = "):
+        JsonlWriter(path)
+    assert path.read_text() == f'{{"step": 1}}\n{line}\n', "it is still there to be mended"
+
+
 def test_values_that_are_not_finite_leave_valid_json(tmp_path):
     writer = JsonlWriter(tmp_path / "metrics.jsonl")
     writer.write(1, {"train/loss": float("nan"), "mismatch/kl": float("inf"), "reward/mean": 1.0})
