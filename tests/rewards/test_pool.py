@@ -416,7 +416,6 @@ import asyncio, sys
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rewards.verifier_runner import PendingVerdict
-from moerl.rewards.verifiers import VerifierInput
 from moerl.types.groups import Prompt
 
 async def main():
