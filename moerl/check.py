@@ -89,14 +89,14 @@ def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from (_of_dataset(f"eval.datasets.{name}.", each) for each in found)
 
 
-_SETTING = re.compile(r"(?<![\w.])(?=(?:data\.(?:args|chat_template|files|size|task)|reward\.terms)\b)")
-"""Where a setting of a data set or a reward begins in a message."""
+_SETTING = re.compile(r"(?<![\w./])(?=(?:data\.(?:args|chat_template|files|size|task)|reward\.terms)\b)")
+"""Where a setting of a data set or a reward begins in a message; what follows a slash is a file."""
 
 
 def _of_dataset(section: str, found: Problem) -> Problem:
     """`found`: of an evaluated data set, in the words of the run's own."""
-    rule, fix = (_SETTING.sub(section, text) for text in (found.rule, found.fix))
-    return replace(found, path=f"{section}{found.path}", rule=rule, fix=fix)
+    rule, reason, fix = (_SETTING.sub(section, text) for text in (found.rule, found.reason, found.fix))
+    return replace(found, path=f"{section}{found.path}", rule=rule, reason=reason, fix=fix)
 
 
 def _is_recipe_alone(config: RunConfig) -> bool:

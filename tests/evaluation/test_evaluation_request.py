@@ -106,6 +106,12 @@ def test_what_a_fix_says_to_write_is_the_data_set_s_own_and_not_the_run_s(tmp_pa
     ]
 
 
+def test_why_a_setting_is_wrong_is_told_with_the_data_set_s_own_too(tmp_path: Path):
+    data = "{kind: gym, task: basic_arithmetic, args: {size: 8}}"
+    found = problems_of(DEMO, f"eval={{datasets: {{own: {{data: {data}}}}}}}", f"output_dir={tmp_path}")
+    assert "why: the number of rows is eval.datasets.own.data.size" in found["eval.datasets.own.data.args.size"]
+
+
 def test_a_prompt_that_is_too_long_is_told_with_the_settings_of_its_data_set(tmp_path: Path):
     (tmp_path / "long.jsonl").write_text('{"prompt": [{"role": "user", "content": "0123456789"}], "reward_model": {"ground_truth": "3"}}\n')
     data = f"{{kind: files, files: [{tmp_path}/long.jsonl], chat_template: false, max_prompt_tokens: 4}}"
