@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from moerl.canary import CanaryResult
+from moerl.cluster.patient_wait import patient_wait
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
@@ -76,7 +77,7 @@ class WeightPublisher:
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
             seconds = self._config.deadlines.of(phase)
-            done, _ = await asyncio.wait({working, reviving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await patient_wait({working, reviving}, seconds=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise await self._late_rollout(f"{seconds:g} s (deadlines.{phase}_seconds)")
             async with self._pushing:

@@ -1,11 +1,11 @@
-"""A wait with a deadline in a process that stands still."""
+"""Waits with a deadline in a process that stands still."""
 
 import asyncio
 import time
 
 import pytest
 
-from moerl.cluster.patient_wait import patient_wait
+from moerl.cluster.patient_wait import patient_timeout, patient_wait
 
 
 @pytest.mark.parametrize("return_when", [asyncio.ALL_COMPLETED, asyncio.FIRST_COMPLETED, asyncio.FIRST_EXCEPTION])
@@ -21,6 +21,41 @@ def test_what_comes_after_a_standstill_beyond_the_deadline_is_heard(return_when)
         await answer
         await asyncio.sleep(0.1)  # it comes a moment after the process goes on
         return answer.result()
+
+    asyncio.run(main())
+
+
+def test_what_waits_for_an_answer_is_not_cancelled_by_a_standstill():
+    async def main() -> str:
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 1.0)
+        async with patient_timeout(0.9):
+            return await asyncio.create_task(asyncio.sleep(0.3, "answer"))
+
+    assert asyncio.run(main()) == "answer"
+
+
+def test_a_deadline_with_patience_ends_what_waits_and_nothing_after_it():
+    async def main() -> None:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with patient_timeout(0.3):
+                await asyncio.sleep(60)
+        assert 0.3 <= time.monotonic() - began < 2.0
+        with pytest.raises(KeyError):
+            async with patient_timeout(0.1):
+                raise KeyError
+        async with patient_timeout(0.1):
+            pass
+        await asyncio.sleep(0.2)
+        waits = asyncio.create_task(_wait())
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+
+    async def _wait() -> None:
+        async with patient_timeout(60):
+            await asyncio.sleep(60)
 
     asyncio.run(main())
 

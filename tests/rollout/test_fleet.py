@@ -1,6 +1,7 @@
 """Servers that end, hang and come back, over fake engines: no request is lost, and none is served by weights nobody verified."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -303,3 +304,25 @@ def test_a_server_that_answers_probes_and_no_command_is_ended_and_started_again(
             return [member.num_starts for member in pool.fleet.members]
 
     assert run(scenario()) == [2, 1]
+
+
+def test_a_driver_that_stood_still_takes_the_answers_that_came_meanwhile(run, checkpoints, monkeypatch):
+    """As after Ctrl-Z: the completion ended the run, and a healthy server was ended for its pause."""
+
+    async def scenario():
+        async with serving(checkpoints, 1, request_seconds=0.5, command_seconds=0.5) as (pool, engines):
+            for name in ("generate", "pause"):
+                monkeypatch.setattr(engines[0], name, answering(getattr(engines[0], name)))
+                asyncio.get_running_loop().call_later(0.02, time.sleep, 0.6)
+                await (pool.generate(PROMPT, SAMPLING, "r0") if name == "generate" else pool.pause("keep"))
+            return [member.num_starts for member in pool.fleet.members]
+
+    def answering(call):
+        async def after_a_moment(*arguments):
+            answer = asyncio.create_task(asyncio.sleep(0.1))
+            await answer
+            return await call(*arguments)
+
+        return after_a_moment
+
+    assert run(scenario()) == [1]
