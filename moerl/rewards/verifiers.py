@@ -25,7 +25,8 @@ FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 """verl's: f(data_source, solution_str, ground_truth, extra_info) -> float | dict. They are passed by name."""
 _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A dollar sign after a backslash is money."""
-_PERCENT = re.compile(r"\s*([-+]?[\d.,]+)\s*\\?%\s*")
+_PERCENT = re.compile(r"(?:\s|\$|\\boxed\{|\\[(\[])*([-+]?[\d.,]+)\s*\\?%(?:\s|\$|\}|\\[)\]])*")
+"""A percentage and nothing else, with math delimiters or without."""
 _PERCENT_SIGN = re.compile(r"\\?%")
 """math-verify gives a percentage no value in a box, its number in a formula, and a hundredth of that in plain text."""
 

@@ -77,6 +77,11 @@ def test_format_matches_the_whole_response(text, value):
         ("-3\\%", "-3%", 1.0),
         ("0.5%", "The answer is 50%.", 0.0),
         ("50%", "The answer is 5000%.", 0.0),
+        ("$50\\%$", "\\boxed{50.0\\%}", 1.0),
+        ("\\boxed{50\\%}", "The answer is 50%.", 1.0),
+        ("$\\boxed{50\\%}$", "\\boxed{50\\%}", 1.0),
+        ("\\(12.5\\%\\)", "\\boxed{12.50\\%}", 1.0),
+        ("\\boxed{50\\%}", "\\boxed{51\\%}", 0.0),
     ],
 )
 def test_math_judges_the_last_answer_by_its_value(ground_truth, text, value):
