@@ -1,6 +1,8 @@
-"""Names that moerl imports from engines for CUDA, methods that it calls and overrides: each is there, and takes what it is given."""
+"""Names that moerl imports from engines for CUDA, methods that it calls and overrides, variables that it sets: each is there, and takes
+what it is given."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,3 +113,12 @@ def test_every_method_that_is_overridden_takes_what_the_engine_gives(engine):
                         )
                         seen += 1
     assert seen > 0 or engine == "sglang"  # which is given functions, and no classes but one of a single attribute
+
+
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_every_environment_variable_that_is_set_is_one_that_the_engine_reads(engine):
+    name = re.compile(rf"{engine.upper()}_[A-Z0-9_]+")
+    named = {node.value for _, node in written(engine, ast.Constant) if isinstance(node.value, str) and name.fullmatch(node.value)}
+    files = (unpacked(engine, VERSIONS[engine]) / engine).rglob("*.py")
+    read = {word for file in files for word in name.findall(file.read_text())}
+    assert len(named) > 3 and not named - read

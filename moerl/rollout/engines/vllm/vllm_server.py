@@ -12,7 +12,7 @@ if __name__ == "__mp_main__":
     # vLLM's processes notice the end of this server's, by kill -9 say, only when they are told to do something.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of linux/prctl.h
 
-os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # a fork of a process with an event loop and threads may hang
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with an event loop and threads may hang
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # moerl.rollout.engines.vllm.vllm_sampling is for the first one's sampler
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
