@@ -53,11 +53,12 @@ def test_a_variable_that_cannot_be_or_would_do_nothing_is_refused(words, paths):
     assert problems(*words) == paths
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 @pytest.mark.parametrize("where", ["network.variables", "rollout.environment"])
-def test_sglang_has_no_expandable_segments(where):
-    """The ranks may."""
-    words = (f"+{where}.{SEGMENTS}", "rollout.engine=sglang", "deterministic=false")
-    assert f"{where}.PYTORCH_CUDA_ALLOC_CONF" in problems(*words)
+def test_sglang_has_no_expandable_segments(where, name):
+    """The ranks may. PyTorch has two names for its settings."""
+    words = (f"+{where}.{name}='expandable_segments:True'", "rollout.engine=sglang", "deterministic=false")
+    assert f"{where}.{name}" in problems(*words)
 
 
 def test_who_asks_what_variables_of_ranks_are_hears_which_pushes_expandable_segments_go_with():

@@ -321,7 +321,7 @@ def place_wrong(place, tensor, entry, data):
     [
         ("CUDA error: peer access is not supported between these two devices\nmore", "must be peers.*weights.transport=nccl"),
         # PyTorch's, of expandable segments (ExpandableSegment::fromShared in c10/cuda/CUDACachingAllocator.cpp).
-        ("pidfd_getfd: Operation not permitted", "leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"),
+        ("pidfd_getfd: Operation not permitted", "leave expandable_segments out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
 def test_memory_of_another_gpu_is_mapped_as_the_reader_s_own_also_where_it_sees_both(monkeypatch, said, advice):

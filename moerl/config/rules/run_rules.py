@@ -125,7 +125,8 @@ _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PATH", "HOME")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _LONGEST_NAME = 200
 """Characters of the name of a data set that is evaluated."""
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""PyTorch reads the first that is set."""
 _HANDLERS = ("auto", "gpu", "cpu", "cpu_host_memory")
 """Values of NVSHMEM_IBGDA_NIC_HANDLER."""
 
@@ -148,10 +149,10 @@ def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _sharp_problems(config)
     if config.rollout.engine == "sglang":
         for path, found in (("network.variables", given), ("rollout.environment", config.rollout.environment)):
-            if "expandable_segments:True" in str(found.get(_ALLOCATOR, "")):
+            for name in (name for name in _ALLOCATOR if "expandable_segments:True" in str(found.get(name, ""))):
                 reason = "SGLang puts a server to sleep by its own allocation of GPU memory, which such segments do not go with"
-                fix = f"leave it out, or train.environment.{_ALLOCATOR}, the ranks' alone, where pushes go by nccl or disk"
-                yield problem(f"{path}.{_ALLOCATOR}", found[_ALLOCATOR], "cannot be set for rollout.engine=sglang", reason, fix)
+                fix = f"leave it out, or train.environment.{name}, the ranks' alone, where pushes go by nccl or disk"
+                yield problem(f"{path}.{name}", found[name], "cannot be set for rollout.engine=sglang", reason, fix)
 
 
 def _ibgda_problems(config: RunConfig) -> Iterator[Problem]:

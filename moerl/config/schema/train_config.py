@@ -188,7 +188,7 @@ class TrainConfig(Strict):
     """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     environment: dict[str, str | int] = field(default_factory=dict)
     """Environment variables of train ranks alone, e.g. NCCL_DEBUG=INFO. Set before CUDA or a communicator is asked for, in a process that
-    has started. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True does not go with pushes by ipc or a relay between ranks: PyTorch hands
+    has started. PYTORCH_ALLOC_CONF=expandable_segments:True does not go with pushes by ipc or a relay between ranks: PyTorch hands
     such memory over by pidfd_getfd, which kernel.yama.ptrace_scope=1 forbids."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""

@@ -23,7 +23,7 @@ ON_GPU = "cuda:"
 _NO_PEERS = "they must be peers, by NVLink or PCIe: set weights.transport=nccl"
 _EXPANDABLE = (
     "it is in expandable segments, which PyTorch maps by files of the process that has them, and the kernel gives those to one that may "
-    "trace it alone (ptrace): leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF in train.environment"
+    "trace it alone (ptrace): leave expandable_segments out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF in train.environment"
 )
 
 
