@@ -36,6 +36,7 @@ from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
 from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_launch, sglang_scheduler, sglang_weight_memory
 from moerl.rollout.engines.sglang.sglang_core import file_of_loads
+from moerl.types.errors import WeightError
 
 BLOCK = [128, 128]
 
@@ -114,6 +115,16 @@ def check_a_push_after_one_that_broke_off_finds_scales_as_they_come():
     sent = push(model, 3)
     for (values, packed), pair in zip(model.matrices(), sent, strict=True):
         assert widened(values, fp8_utils.inverse_transform_scale_ue8m0(packed, mn=256)).equal(widened(*pair))
+
+
+def check_a_push_is_refused_where_kernels_keep_what_they_made_of_the_first_weights():
+    model = object.__new__(sglang_scheduler._Model)
+    model._modules = {"": torch.nn.ModuleDict({"one": torch.nn.Linear(1, 1), "other": torch.nn.Linear(1, 1)})}
+    model.check_takes_weights()
+    model._modules[""]["other"]._derived_weight_cache_error = "Online weight updates are not supported with it"
+    with suppress(WeightError):
+        model.check_takes_weights()
+        raise AssertionError("no error")
 
 
 def check_weights_that_were_dropped_come_again_and_what_else_was_made_with_them_stays():

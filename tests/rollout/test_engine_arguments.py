@@ -76,6 +76,14 @@ def test_processes_that_the_layout_does_not_count_and_other_places_of_experts_ar
     assert "is set by moerl" in found.rule
 
 
+@pytest.mark.parametrize("name", ["enable_nvidia_megakernel", "enable_paged_experts", "weight_cache_mode"])
+def test_arguments_with_which_sglang_takes_no_new_weights_are_refused(name):
+    parser = QuietParser(add_help=False)
+    parser.add_argument("--" + name.replace("_", "-"))
+    (found,) = argument_problems(parser, {name: "daemon"}, own=sglang_core.OWN_ARGUMENTS, engine="SGLang")
+    assert found.fix == "leave it out: pushes bring new weights"
+
+
 def test_a_value_the_parser_refuses_is_explained_by_it():
     (found,) = problems(tp_size="two")
     assert "invalid int value: 'two'" in found.reason

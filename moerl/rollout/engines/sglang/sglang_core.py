@@ -55,6 +55,7 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "disable_shared_experts_fusion": "leave it out: pushes bring a shared expert by itself",
     "enable_weights_cpu_backup": "leave it out: a push brings weights before a server that was asleep serves",
     **dict.fromkeys(("enable_memory_saver", "enable_draft_weights_cpu_backup"), "placement.mode=colocated"),
+    **dict.fromkeys(("enable_nvidia_megakernel", "enable_paged_experts", "weight_cache_mode"), "leave it out: pushes bring new weights"),
 }
 """Arguments that moerl sets or relies on, and what to write instead."""
 

@@ -102,6 +102,8 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     if step in ("sleep", "wake"):
         model.sleep() if step == "sleep" else model.wake()
         return
+    if step == "connect":
+        model.check_takes_weights()
     if step == "begin":
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
@@ -155,6 +157,14 @@ class _Model:
         loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
         self._device = next(runner.model.parameters()).device
         self.session = WeightSession(specs, loader, needs=needs, device=self._device)
+
+    def check_takes_weights(self) -> None:
+        """WeightError where SGLang's kernels keep what they made of the first weights, for which its own updates are refused."""
+        from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
+
+        for module in self._modules.values():
+            if reason := _unsupported_derived_weight_cache_error(module):
+                raise WeightError(f"SGLang would compute with its first weights after a push. {reason}")
 
     def sleep(self) -> None:
         """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
