@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moerl.canary import NUM_TOKENS, Asked, CanaryResult, ask_canary, compare_canary, merged
-from moerl.cluster.patient_wait import patient_timeout
+from moerl.cluster.patient_wait import PatientTimeout
 from moerl.config.schema.run_config import RunConfig
 from moerl.observe.guards import mismatch_message
 from moerl.residency import Residency
@@ -52,7 +52,7 @@ class ServerTrust:
         engines, starts = [member.engine for member in members], [member.num_starts for member in members]
         seconds = self._config.deadlines.completion_seconds
         try:
-            async with patient_timeout(seconds):
+            async with PatientTimeout(seconds):
                 asked = await ask_canary(engines, self._prompts, **self._sampling())
         except TimeoutError as error:
             late = await self._late(seconds, members)
@@ -91,7 +91,7 @@ class ServerTrust:
         """None of one that ends meanwhile, or is retired for what it answers."""
         before, seconds = {member: member.num_starts}, self._config.deadlines.completion_seconds
         try:
-            async with patient_timeout(seconds):
+            async with PatientTimeout(seconds):
                 return await ask_canary([member.engine], self._prompts, **self._sampling())
         except TimeoutError as error:
             raise await self._late(seconds, [member]) from error

@@ -1,8 +1,7 @@
 """Waits with a deadline for other processes, by a process that may itself stand still: stopped by Ctrl-Z, or its container frozen."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import Collection
 from typing import Any
 
 _NUM_PARTS = 10
@@ -22,22 +21,24 @@ async def patient_wait(
     return done, pending
 
 
-@asynccontextmanager
-async def patient_timeout(seconds: float) -> AsyncIterator[None]:
+class PatientTimeout:
     """As asyncio.timeout, which after a standstill cancels what waits for an answer that has come meanwhile."""
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-    async with asyncio.timeout(None) as limit:
 
-        def begin(num_left: int) -> None:
-            nonlocal timer
-            if num_left:
-                timer = loop.call_later(seconds / _NUM_PARTS, begin, num_left - 1)
-            else:
-                limit.reschedule(loop.time())
+    def __init__(self, seconds: float):
+        self._seconds, self._limit = seconds, asyncio.timeout(None)
 
-        begin(_NUM_PARTS)
-        try:
-            yield
-        finally:
-            timer.cancel()
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._begin(_NUM_PARTS)
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Raises TimeoutError when the time is over."""
+        self._timer.cancel()
+        await self._limit.__aexit__(*error)
+
+    def _begin(self, num_left: int) -> None:
+        loop = asyncio.get_running_loop()
+        if num_left:
+            self._timer = loop.call_later(self._seconds / _NUM_PARTS, self._begin, num_left - 1)
+        else:
+            self._limit.reschedule(loop.time())

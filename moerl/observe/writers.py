@@ -4,19 +4,25 @@ On resume at step k the first step written is k + 1; `truncate_after(k)` makes a
 wrote past it, so that no step appears twice.
 """
 
+import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moerl.observe.records import replace_records, step_records, to_line
 from moerl.types.errors import ConfigError, Problem
+
+_NUMBERS = count()
+"""Of event files of this process."""
 
 
 class MetricsWriter(Protocol):
@@ -51,23 +57,29 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars in an event file of its own per process, written without torch."""
+    """Scalars in an event file of its own per process, written without torch, and without the thread of TensorBoard's own writer, whose
+    failures are told twice."""
 
     def __init__(self, directory: Path):
-        self._events = EventFileWriter(str(directory))
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._records = RecordWriter((directory / name).open("ab"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def truncate_after(self, step: int) -> None:
         # TensorBoard drops what earlier files of the directory hold from the step of a START event on.
-        self._events.add_event(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
-        self._events.flush()
+        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._events.flush()
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self, *, succeeded: bool) -> None:
-        self._events.close()
+        self._records.close()
+
+    def _add(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
 
 
 class WandbWriter:

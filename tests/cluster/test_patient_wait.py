@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moerl.cluster.patient_wait import patient_timeout, patient_wait
+from moerl.cluster.patient_wait import PatientTimeout, patient_wait
 
 
 @pytest.mark.parametrize("return_when", [asyncio.ALL_COMPLETED, asyncio.FIRST_COMPLETED, asyncio.FIRST_EXCEPTION])
@@ -28,7 +28,7 @@ def test_what_comes_after_a_standstill_beyond_the_deadline_is_heard(return_when)
 def test_what_waits_for_an_answer_is_not_cancelled_by_a_standstill():
     async def main() -> str:
         asyncio.get_running_loop().call_later(0.05, time.sleep, 1.0)
-        async with patient_timeout(0.9):
+        async with PatientTimeout(0.9):
             return await asyncio.create_task(asyncio.sleep(0.3, "answer"))
 
     assert asyncio.run(main()) == "answer"
@@ -38,13 +38,13 @@ def test_a_deadline_with_patience_ends_what_waits_and_nothing_after_it():
     async def main() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            async with patient_timeout(0.3):
+            async with PatientTimeout(0.3):
                 await asyncio.sleep(60)
         assert 0.3 <= time.monotonic() - began < 2.0
         with pytest.raises(KeyError):
-            async with patient_timeout(0.1):
+            async with PatientTimeout(0.1):
                 raise KeyError
-        async with patient_timeout(0.1):
+        async with PatientTimeout(0.1):
             pass
         await asyncio.sleep(0.2)
         waits = asyncio.create_task(_wait())
@@ -54,7 +54,7 @@ def test_a_deadline_with_patience_ends_what_waits_and_nothing_after_it():
             await waits
 
     async def _wait() -> None:
-        async with patient_timeout(60):
+        async with PatientTimeout(60):
             await asyncio.sleep(60)
 
     asyncio.run(main())

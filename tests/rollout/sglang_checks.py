@@ -118,12 +118,11 @@ def check_a_push_after_one_that_broke_off_finds_scales_as_they_come():
 
 
 def check_a_push_is_refused_where_kernels_keep_what_they_made_of_the_first_weights():
-    model = object.__new__(sglang_scheduler._Model)
-    model._modules = {"": torch.nn.ModuleDict({"one": torch.nn.Linear(1, 1), "other": torch.nn.Linear(1, 1)})}
-    model.check_takes_weights()
-    model._modules[""]["other"]._derived_weight_cache_error = "Online weight updates are not supported with it"
+    model = torch.nn.ModuleDict({"one": torch.nn.Linear(1, 1), "other": torch.nn.Linear(1, 1)})
+    sglang_weight_memory.check_takes_weights([model])
+    model["other"]._derived_weight_cache_error = "Online weight updates are not supported with it"
     with suppress(WeightError):
-        model.check_takes_weights()
+        sglang_weight_memory.check_takes_weights([model])
         raise AssertionError("no error")
 
 

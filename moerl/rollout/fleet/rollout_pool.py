@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from moerl.cluster.patient_wait import patient_timeout
+from moerl.cluster.patient_wait import PatientTimeout
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.fleet.collector import Answer, Collector
@@ -86,7 +86,7 @@ class RolloutPool:
         claim = self._places.claim(request_id if session is None else session)
         asked: list[Member] = []
         try:
-            async with patient_timeout(self._request_seconds):
+            async with PatientTimeout(self._request_seconds):
                 return await self._generate(
                     GenerateRequest(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked
                 )
@@ -210,7 +210,7 @@ class RolloutPool:
         async def in_time(engine: RolloutEngine) -> T:
             starts = running[engine].num_starts
             try:
-                async with patient_timeout(self._command_seconds):
+                async with PatientTimeout(self._command_seconds):
                     return await call(engine)
             except TimeoutError as error:
                 deadline = f"{self._command_seconds:g} s (deadlines.push_seconds)"

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import base64
 import importlib.metadata
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +27,6 @@ from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
-
-logger = logging.getLogger(__name__)
 
 SUPPORTED = sglang_launch.SUPPORTED
 

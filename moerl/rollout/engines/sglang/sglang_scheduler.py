@@ -103,7 +103,7 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         model.sleep() if step == "sleep" else model.wake()
         return
     if step == "connect":
-        model.check_takes_weights()
+        sglang_weight_memory.check_takes_weights(model.modules.values())
     if step == "begin":
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
@@ -143,7 +143,7 @@ class _Model:
         self._takes_powers = bool(deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0)
         runner = scheduler.tp_worker.model_runner
         draft = scheduler.draft_worker.draft_worker.draft_runner.model if _drafts_come(scheduler.server_args) else None
-        self._modules: dict[str, torch.nn.Module] = {"": runner.model} | ({} if draft is None else {"draft.": draft})
+        self.modules: dict[str, torch.nn.Module] = {"": runner.model} | ({} if draft is None else {"draft.": draft})
         config = runner.model_config.hf_config
         self._ties = bool(config.tie_word_embeddings)
         specs = specs_of(scheduler.server_args, runner.dtype)
@@ -158,18 +158,10 @@ class _Model:
         self._device = next(runner.model.parameters()).device
         self.session = WeightSession(specs, loader, needs=needs, device=self._device)
 
-    def check_takes_weights(self) -> None:
-        """WeightError where SGLang's kernels keep what they made of the first weights, for which its own updates are refused."""
-        from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
-
-        for module in self._modules.values():
-            if reason := _unsupported_derived_weight_cache_error(module):
-                raise WeightError(f"SGLang would compute with its first weights after a push. {reason}")
-
     def sleep(self) -> None:
         """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
         sent: list[torch.Tensor] = [parameter for _, parameter in self.parameters()]
-        sent += [tensor for module in self._modules.values() for tensor in sglang_weight_memory.absorbed(module)]
+        sent += [tensor for module in self.modules.values() for tensor in sglang_weight_memory.absorbed(module)]
         on_cpu = self._device.type == "cpu"
         self._away = DroppedWeights(sent) if on_cpu else UnsentTensors(sglang_weight_memory.of_weights(self._device), sent)
 
@@ -179,7 +171,7 @@ class _Model:
         del self._away
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        named = ((before + name, parameter) for before, module in self._modules.items() for name, parameter in module.named_parameters())
+        named = ((before + name, parameter) for before, module in self.modules.items() for name, parameter in module.named_parameters())
         return ((name, parameter) for name, parameter in named if sglang_fp8.comes_by_push(name))
 
     def _load(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:

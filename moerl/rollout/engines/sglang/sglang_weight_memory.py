@@ -1,7 +1,7 @@
-"""Which tensors lie in the memory that SGLang's memory saver takes with the weights (0.5.23)."""
+"""Tensors that SGLang's memory saver takes with the weights, and others that it makes of weights and keeps (0.5.23)."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from moerl.rollout.engines.dropped_weights import live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
+from moerl.types.errors import WeightError
 
 _ABSORBED = ("w_kc", "w_vc")
 """Matrices of latent attention, which SGLang computes of `kv_b_proj` at the end of a push (deepseek_common/deepseek_weight_loader.py)."""
@@ -40,6 +41,15 @@ def _noted(region: Any) -> Any:
         _made.extend(weakref.ref(each) for each in live_tensors() if memory_of(each) not in before)
 
     return noting
+
+
+def check_takes_weights(models: Iterable[torch.nn.Module]) -> None:
+    """WeightError where SGLang's kernels keep what they made of the first weights, for which its own updates are refused."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
+
+    for model in models:
+        if reason := _unsupported_derived_weight_cache_error(model):
+            raise WeightError(f"SGLang would compute with its first weights after a push. {reason}")
 
 
 def of_weights(device: torch.device) -> Iterator[torch.Tensor]:
