@@ -22,7 +22,7 @@ from moerl.observe.records import replace_records, step_records, to_line
 from moerl.types.errors import ConfigError, Problem
 
 _NUMBERS = count()
-"""Of event files of this process."""
+"""Numbers of the event files of this process."""
 
 
 class MetricsWriter(Protocol):
@@ -64,21 +64,21 @@ class TensorBoardWriter:
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._records = RecordWriter((directory / name).open("ab"))
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(file_version="brain.Event:2")
 
     def truncate_after(self, step: int) -> None:
         # TensorBoard drops what earlier files of the directory hold from the step of a START event on.
-        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._add(step=step, summary=Summary(value=values))
 
     def close(self, *, succeeded: bool) -> None:
         self._records.close()
 
-    def _add(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
+    def _add(self, **fields: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._records.flush()
 
 
