@@ -53,8 +53,8 @@ def save(engine: Any, directory: Path) -> dict[str, tuple[int, str]]:
 
     directory.mkdir(exist_ok=True)
     engine.shards.stage(copies=False)
-    written = gathered(engine.shards.write(directory))
-    told = [engine.shards.finish(directory, [share.index for share in written]) if dist.get_rank() == 0 else {}]
+    written = gathered(engine.shards.writer.write(directory))
+    told = [engine.shards.writer.finish(directory, [share.index for share in written]) if dist.get_rank() == 0 else {}]
     dist.broadcast_object_list(told, src=0)
     return {name: entry for share in (*(each.files for each in written), told[0]) for name, entry in share.items()}
 

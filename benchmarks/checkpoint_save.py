@@ -139,14 +139,14 @@ def save_in_background(engine: Any, directory: Path) -> Any:
     import threading
 
     engine.shards.stage(copies=True)
-    writing = threading.Thread(target=engine.shards.write, args=(directory,))
+    writing = threading.Thread(target=engine.shards.writer.write, args=(directory,))
     writing.start()
     return writing.join
 
 
 def save_at_once(engine: Any, directory: Path) -> Any:
     engine.shards.stage(copies=False)
-    engine.shards.write(directory)
+    engine.shards.writer.write(directory)
     return lambda: None
 
 

@@ -9,18 +9,23 @@ without Triton runs.
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import xxhash
 from push_server import Server
 
 from moerl.types.push import Transport
-from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import halves_on_device, tensor_bytes, tensor_digest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "suite"))
+
+from local_source import LocalSource
 
 
 def make_model(megabytes: int) -> dict[str, torch.Tensor]:

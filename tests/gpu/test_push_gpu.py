@@ -6,11 +6,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 from device_engine import MODEL, DeviceEngine
+from local_source import LocalSource
 from ranked_source import RankedSource, on_two_nodes
 
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
-from moerl.weights.local_source import LocalSource
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.gpu_transport import DeviceBuffer, map_device
 from moerl.weights.verify.block_hashes import block_hashes, by_torch

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from canned_server import Letters
+from local_source import LocalSource
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
@@ -34,7 +35,6 @@ from moerl.types.completion import Completion
 from moerl.types.push import Transport
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Here
-from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.sync import WeightSync

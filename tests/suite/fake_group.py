@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from local_source import LocalSource
 
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.hangs.watched import WatchedProcess
@@ -21,7 +22,6 @@ from moerl.types.batch import Batch, TrainBatch
 from moerl.types.push import TensorSpec
 from moerl.types.stats import SavedCheckpoint, ServerMismatch, StepStats, disagreeing
 from moerl.types.stored import Here, Stored
-from moerl.weights.local_source import LocalSource
 
 
 class FakeTrainGroup:

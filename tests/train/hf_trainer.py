@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from local_source import LocalSource
 from plain_routing import following
 from safetensors.torch import load_file
 from torch import Tensor
@@ -29,7 +30,6 @@ from moerl.train.memory.memory_states import MemoryStates
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import SavedCheckpoint, StepStats
 from moerl.types.stored import Here
-from moerl.weights.local_source import LocalSource
 
 _STATE = "state.pt"
 

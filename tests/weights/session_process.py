@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from local_source import LocalSource
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, Transport, TransportOffer
-from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.buckets import Job, manifest_of
 from moerl.weights.plan.run_plan import plan_deliveries
 from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
