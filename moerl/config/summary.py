@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
+from moerl.config.derive.collectors import num_collectors, reception_seconds
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
-from moerl.config.derive.object_store import most_bytes, num_collectors, reception_seconds, sample_bytes
+from moerl.config.derive.object_store import most_bytes, sample_bytes
 from moerl.config.load import to_yaml
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.config.derive.collectors import num_collectors
 from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.derive.model_configs import routes_to_replay
-from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, num_collectors, sample_bytes
+from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_bytes
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed

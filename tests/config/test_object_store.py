@@ -4,15 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moerl.config.derive.object_store import (
-    BYTES_PER_SECOND,
-    collectors_per_server,
-    most_bytes,
-    num_collectors,
-    reception_seconds,
-    sample_bytes,
-    shortage,
-)
+from moerl.config.derive.collectors import BYTES_PER_SECOND, collectors_per_server, num_collectors, reception_seconds
+from moerl.config.derive.object_store import most_bytes, sample_bytes, shortage
 from moerl.config.load import load
 from moerl.config.summary import summary
 

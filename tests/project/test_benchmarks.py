@@ -17,6 +17,7 @@ SMALL = {
     "convert": "--gigabytes 0.01 --rounds 1",
     "data_plane": "--samples 64 --tokens 128",
     "footprint": "--rounds 1",
+    "exchange": "--ranks 2 --kilobytes 16 --calls 2 --repeats 1",
     "export": "--hidden 32 --layers 2 --experts 4 --rounds 1 --against mbridge",
     "learn": "--seeds 1 --steps 1 --out learn.jsonl grpo",
     "logprobs": "--tokens 128 --vocabulary 512 --chunk 64 --left 8 --repeats 1",

@@ -4,6 +4,7 @@ A package maps the parameters that are built. Layers of multi-token prediction t
 copies of the embedding and the output layer follow the trained tensor, everything else keeps the checkpoint's.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moerl.models.shards import Sizes, merge
 from moerl.types.errors import CheckpointError
 
 
-class AdapterBridge:
+class AdapterBridge(ABC):
     """Implements WeightBridge but for `load`."""
 
     def __init__(
@@ -36,13 +37,13 @@ class AdapterBridge:
         self._kept = sorted({name for names in layers.values() for name in names}.difference(self._own, copied))
         self._float32 = tuple(hf.rpartition("}")[2] for rule in family.rules if rule.is_float32 for hf in rule.hf)  # ends of names
 
+    @abstractmethod
     def _open(self) -> list[str]:
         """Make the package's bridge; returns the Hugging Face names that it exports, in its order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole(self) -> Iterable[tuple[str, Tensor]]:
         """The package's tensors, whole, on every rank."""
-        raise NotImplementedError
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         if not with_mtp:
@@ -54,6 +55,7 @@ class AdapterBridge:
 
     def owned(self) -> None:
         """The packages gather every tensor on every rank, and tell no owner."""
+        return None
 
     def _check(self, checkpoint: HFCheckpoint) -> None:
         """Raises CheckpointError for absent tensors, one of another shape on this rank, and a copy that is none."""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from moerl.cluster.placement import RunPlacement
 from moerl.cluster.run_secret import RunSecret
+from moerl.config.derive.collectors import collectors_per_server, num_collectors
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config
-from moerl.config.derive.object_store import collectors_per_server, num_collectors
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.fleet.collector import Collector, Decoder, Intake, LocalCollector
 from moerl.types.stored import keep
