@@ -1,8 +1,8 @@
 """Prompts in a resumable order: the k-th draw of a run is a pure function of the data, the seed and k.
 
-When the run starts, every row is rendered and its length checked, so that no prompt fails later. A text with at most as many UTF-8
-bytes as the limit allows tokens is not tokenized for that: a token covers at least one byte. Rendering costs about 40 microseconds
-a row.
+When the run starts, every row is rendered and its length checked, so that no prompt fails later. A text with fewer UTF-8 bytes than the
+limit allows tokens is not tokenized for that: a token covers at least one byte, but for a sign that some tokenizers put before a text.
+Rendering costs about 40 microseconds a row.
 """
 
 import difflib
@@ -138,7 +138,7 @@ class PromptSource:
 
     def _count_above(self, limit: int, text: str) -> int:
         """Tokens of the text; 0 if they are at most `limit`."""
-        if len(text.encode(errors="surrogatepass")) <= limit:
+        if len(text.encode(errors="surrogatepass")) < limit:
             return 0
         count = len(self._encode(text))
         return count if count > limit else 0

@@ -94,6 +94,10 @@ def test_an_evaluation_at_temperature_zero_is_taken_by_every_engine(engine):
             "algorithm.kl_in", "must be loss with rollout.top_p=0.9",
         ),
         (["algorithm=reinforce_pp", "algorithm.max_attempts=2", "group_size=1"], "algorithm.max_attempts", "needs group_size >= 2"),
+        (
+            ["algorithm=reinforce_pp_baseline", "algorithm.advantage.gamma=0.9"],
+            "algorithm.advantage.gamma", "has no effect with reinforce_pp_baseline",
+        ),
         (["algorithm=gspo", "algorithm.objective.clip_high=0.2"], "algorithm.objective.clip_high", "must be at most 0.1 for gspo"),
         (["algorithm.corrections=[{kind: icepop, low: 2}]"], "algorithm.corrections.0", "must have 1 between its bounds"),
         (["group_size=1"], "group_size", "must be at least 2"),

@@ -204,6 +204,18 @@ def test_the_limit_counts_tokens_not_bytes(tokenizer, tmp_path):
     assert len(source(tokenizer, config).prompt_at(0).token_ids) == 10
 
 
+def test_a_sign_that_a_tokenizer_puts_before_a_text_counts(tmp_path):
+    """Four bytes, and five tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={"\u2581": 0, "a": 1}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    config = questions(tmp_path, ["aaaa"], max_prompt_tokens=4, chat_template=False)
+    with pytest.raises(DataError, match="row 1: 5 tokens"):
+        source(PreTrainedTokenizerFast(tokenizer_object=backend), config)
+
+
 def test_a_tokenizer_without_a_template_is_a_problem(checkpoint):
     from transformers import AutoTokenizer
 

@@ -195,6 +195,10 @@ def _advantage_problems(config: RunConfig) -> Iterator[Problem]:
             "remax": "the reward at temperature 0 that it subtracts is as it was scored, and would be of another scale",
         }[kind]
         yield problem(path, value, f"cannot go with {kind}", reason, f"leave it out, or algorithm.advantage.kind={_OTHER[kind]}")
+    if isinstance(algorithm.advantage, ReinforceAdvantage) and kind == "reinforce_pp_baseline" and algorithm.advantage.gamma < 1:
+        reason = "every token of a sample gets the same, and nothing is discounted"
+        fix = "leave it out, or algorithm.advantage.kind=reinforce_pp"
+        yield problem("algorithm.advantage.gamma", algorithm.advantage.gamma, f"has no effect with {kind}", reason, fix)
     if algorithm.max_attempts > 1 and config.group_size < 2:
         reason = "dynamic sampling drops groups whose samples all have the same reward, which a group of one always is"
         yield problem("algorithm.max_attempts", algorithm.max_attempts, "needs group_size >= 2", reason, "algorithm.max_attempts=1")
