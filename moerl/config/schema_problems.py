@@ -168,6 +168,8 @@ def _plain_words(node: Node) -> str:
         return f"a section with {node['discriminator']['propertyName']}"
     if "prefixItems" in node:
         return f"a list of {len(node['prefixItems'])} values"
+    if node.get("format") == "date":
+        return "a day as 2026-11-30"
     return _TYPE_WORDS.get(node.get("type", ""), "another value")
 
 

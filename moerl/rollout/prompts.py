@@ -7,10 +7,10 @@ Rendering costs about 40 microseconds a row.
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -44,7 +44,7 @@ class PromptSource:
         likewise. `section`: of the settings, for messages."""
         self._shown, self._context = shown, max_context - max_response_tokens
         self._dataset, self._tokenizer, self._config, self._seed, self._section = dataset, tokenizer, config, seed, section
-        if config.chat_template and (problems := list(_template_problems(section, config.chat_template_kwargs, tokenizer.chat_template))):
+        if config.chat_template and (problems := list(_template_problems(section, config, tokenizer.chat_template))):
             raise ConfigError(problems)
         self._limit = min(config.max_prompt_tokens, max_context - max_response_tokens)
         self._limit_rule = (
@@ -152,7 +152,8 @@ class PromptSource:
     def _render(self, row: Row) -> str:
         if not self._config.chat_template:
             return "".join(message["content"] for message in row.messages)
-        values = self._config.chat_template_kwargs
+        values, day = self._config.chat_template_kwargs, self._config.template_date
+        values = values if day is None else {**values, _DAY: day.strftime}
         return self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True, **values)
 
     def _encode(self, text: str) -> list[int]:
@@ -160,7 +161,11 @@ class PromptSource:
         return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def _template_problems(section: str, values: Mapping[str, Any], template: str | None) -> Iterator[Problem]:
+_DAY = "strftime_now"
+"""Function of templates, by which they write the present day."""
+
+
+def _template_problems(section: str, config: DataConfig, template: str | None) -> Iterator[Problem]:
     if not template:
         reason, fix = "the tokenizer of this model has no chat template", f"{section}.chat_template=false, or a model with one"
         yield problem(f"{section}.chat_template", True, "needs a template", reason, fix)
@@ -171,6 +176,11 @@ def _template_problems(section: str, values: Mapping[str, Any], template: str | 
         fix = f"the file as the model's authors publish it, or {section}.chat_template=false"
         yield problem(f"{section}.chat_template", True, "needs a template that can be read", str(error), fix)
         return
+    path, day, values = f"{section}.template_date", config.template_date, config.chat_template_kwargs
+    if day is None and _DAY in template:
+        logger.warning("the chat template writes the day: tomorrow's prompts are others, unless %s=%s", path, date.today())
+    if day is not None and _DAY not in template:
+        yield problem(path, str(day), "has no effect", "the model's chat template writes no day", "leave it out")
     reason = f"it reads {', '.join(sorted(read))}" if read else "it reads the conversation alone"
     for name in sorted(values.keys() - read):
         near = difflib.get_close_matches(name, read, n=1)

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,18 @@ def test_a_template_gets_the_values_of_the_settings_and_refuses_those_that_it_do
     [budget, thinking, messages] = raised.value.problems
     assert (thinking.path, thinking.fix) == ("data.chat_template_kwargs.enable_thinkin", "did you mean enable_thinking?")
     assert budget.reason == "it reads enable_thinking, tools" and messages.path == "data.chat_template_kwargs.messages"
+
+
+def test_a_template_writes_the_day_of_the_settings(tokenizer, tmp_path, caplog):
+    dated = with_template(tokenizer, "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}")
+    fixed = questions(tmp_path, ["7="], template_date=date(2024, 2, 29))
+    for each in (dated, PlainTokenizer(plain_form(dated))):
+        assert source(each, fixed).prompt_at(0).text == "2024-02-29 7="
+    assert not caplog.records
+    source(dated, questions(tmp_path, ["7="]))
+    assert "tomorrow's prompts are others, unless data.template_date=20" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.template_date = '2024-02-29': has no effect\n.*writes no day"):
+        source(tokenizer, fixed)
 
 
 def test_a_template_sees_all_that_a_message_says(tokenizer, tmp_path):

@@ -1,6 +1,7 @@
 """Settings of prompts, rewards and evaluations: `data`, `reward`, `eval`."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from moerl.config.schema.strict import NotNegative, Positive, Seconds, Strict
 _SHUFFLE = "A new order each epoch, a function of the run's seed and the epoch."
 _CHAT_TEMPLATE = "Render `prompt` with the tokenizer's chat template; false concatenates the contents of its messages."
 _CHAT_TEMPLATE_KWARGS = "More values that the chat template reads, as {enable_thinking: false}; tools and documents too."
+_TEMPLATE_DATE = "Day that the chat template writes, as gpt-oss's does (strftime_now); null: today's: other prompts tomorrow."
 _MAX_PROMPT_TOKENS = "Longest prompt that is taken, with its chat template; the model's context holds it and the response."
 _OVERLONG_PROMPTS = "A prompt over max_prompt_tokens stops the run before it starts (error), or is left out with a warning (drop)."
 
@@ -21,6 +23,7 @@ class _DataBase(Strict):
     shuffle: Annotated[bool, Field(description=_SHUFFLE)] = True
     chat_template: Annotated[bool, Field(description=_CHAT_TEMPLATE)] = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(description=_CHAT_TEMPLATE_KWARGS)] = field(default_factory=dict)
+    template_date: Annotated[date | None, Field(description=_TEMPLATE_DATE)] = None
     max_prompt_tokens: Annotated[int, Field(gt=0, description=_MAX_PROMPT_TOKENS)] = 1024
     overlong_prompts: Annotated[Literal["error", "drop"], Field(description=_OVERLONG_PROMPTS)] = "error"
 

@@ -59,6 +59,8 @@ def check_data(config: DataConfig) -> Iterator[Problem]:
     """Problems that can be known without reading the data: files and task names."""
     if config.kind in _CHECKS:
         yield from _CHECKS[config.kind](config)
-    if config.chat_template_kwargs and not config.chat_template:
-        path, given = "data.chat_template_kwargs", config.chat_template_kwargs
-        yield problem(path, given, "needs data.chat_template=true", "nothing else reads it", "data.chat_template=true, or leave it out")
+    if not config.chat_template:
+        for name in ("chat_template_kwargs", "template_date"):
+            if given := getattr(config, name):
+                fix = "data.chat_template=true, or leave it out"
+                yield problem(f"data.{name}", given, "needs data.chat_template=true", "nothing else reads it", fix)
