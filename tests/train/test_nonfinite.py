@@ -8,6 +8,7 @@ from checkpoint_jobs import load_and_continue, save_refused
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import clipped_updates, train
 from engine_ranks import run_ranks
+from family_cases import BUILT, write_case
 
 from moerl.config.schema.layout import Layout
 
@@ -32,6 +33,15 @@ def test_the_samples_at_fault_are_named_and_the_weights_stay(layout, checkpoints
     assert "loss is not finite" in trouble or "gradient of" in trouble
     for name, weight in result.weights.items():
         np.testing.assert_array_equal(weight, untouched.weights[name])
+
+
+@pytest.mark.skipif("deepseek_v32" not in BUILT, reason="this version of Megatron has no indexers")
+def test_the_samples_at_fault_are_named_beside_weights_that_are_not_trained(tmp_path):
+    """They have no gradient to look at."""
+    chosen = settings(write_case("deepseek_v32", tmp_path), Layout())
+    [step] = run_ranks(train, 1, chosen, poisoned(np.nan, 3), 1, 1).steps
+    [trouble] = step.skipped_updates
+    assert trouble.endswith("samples 3: loss is not finite")
 
 
 def test_a_gradient_that_overflows_is_named_by_its_parameter(checkpoints):

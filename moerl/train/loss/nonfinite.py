@@ -82,7 +82,7 @@ def _what(outputs: list[dict[str, Any]], chunks: Sequence[nn.Module]) -> str | N
         return "loss is not finite"
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if not torch.isfinite(parameter.main_grad).all():  # type: ignore[attr-defined]
+            if parameter.requires_grad and not torch.isfinite(parameter.main_grad).all():  # type: ignore[attr-defined]
                 return f"gradient of {name.removeprefix('module.')} is not finite"
     return None
 
