@@ -19,7 +19,7 @@ from checkpoint_jobs import (
 )  # fmt: skip
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
-from family_cases import write_case
+from family_cases import BUILT, write_case
 
 from moerl.config.schema.layout import Layout
 
@@ -135,6 +135,21 @@ def test_weights_of_a_changed_dtype_come_from_the_masters_exactly(checkpoints, b
         source = before[name.removeprefix("optimizer.state.param.")]
         assert torch.equal(tensor, source.to(tensor.dtype)), name
     assert any(name.startswith("optimizer.state.param.") for name in after)
+
+
+@pytest.mark.skipif("deepseek_v32" not in BUILT, reason="this version of Megatron has no indexers")
+def test_weights_that_are_not_trained_have_no_masters_and_come_as_they_are(tmp_path):
+    model, narrow, wide = write_case("deepseek_v32", tmp_path), tmp_path / "narrow", tmp_path / "wide"
+    for directory in (narrow, wide):
+        directory.mkdir()
+    run_ranks(save_once, 1, settings(model, Layout(), dtype="bfloat16"), random_batch(), narrow)
+    run_ranks(load_and_save, 1, settings(model, Layout()), narrow, wide)
+    before, after = stored(narrow), stored(wide)
+    frozen = [name for name in after if ".indexer." in name]
+    assert frozen
+    assert not any(f"optimizer.state.param.{name}" in before for name in frozen)
+    for name in frozen:
+        assert torch.equal(after[name], before[name].float()), name
 
 
 # -- random streams --------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class ShardStore:
         model = sharded_state.model_state(self._model.chunks)
         optimizer = sharded_state.optimizer_state(self._optimizer, model, masters_are_weights=needs_masters and not has_masters)
         if has_masters and not needs_masters:
-            sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters()})
+            sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters() if p.requires_grad})
         rng = [self._rng()] if saved["layout"] == here["layout"] else []
         found = read([*sharded_state.parts_of(model), *optimizer.shards.values(), *rng])
         if found.damaged:

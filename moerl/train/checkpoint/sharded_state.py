@@ -62,7 +62,8 @@ def with_objects(chunk: dict[str, Any], objects: dict[str, Any]) -> dict[str, An
 
 
 def read_from_masters(model: dict[str, Any], parameters: set[Tensor]) -> None:
-    """In place: weights come from the float32 masters that the checkpoint of a bfloat16 run holds, buffers from where they are."""
+    """In place: `parameters`, those that are trained, come from the float32 masters that the checkpoint of a bfloat16 run holds; all else
+    from where it is."""
 
     def renamed(entry: Any) -> Any:
         is_weight = isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data in parameters
