@@ -28,7 +28,10 @@ _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _PERCENT = re.compile(r"(?:\s|\$|\\boxed\{|\\[(\[])*([-+]?[\d.,]+)\s*\\?%(?:\s|\$|\}|\\[)\]])*")
 """A percentage and nothing else, with math delimiters or without."""
 _PERCENT_SIGN = re.compile(r"\\?%")
-"""math-verify gives a percentage no value in a box, its number in a formula, and a hundredth of that in plain text."""
+"""math-verify gives a percentage no value in a box, its number in a formula, and a hundredth of that in plain text; of several it reads
+the last alone, and of a mixed number its fraction."""
+_REMAINDER = re.compile(r"%\s*(?!and\b|or\b|\\(?:text|mathrm|mbox|quad|right))(?:[\w(]|\\[a-zA-Z])")
+"""A percent sign between two operands."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
@@ -76,7 +79,7 @@ def _format(term: RewardTerm) -> Verifier:
 def _math(term: RewardTerm) -> Verifier:
     """1 if math-verify finds the response's last answer equal to the ground truth, else 0.
 
-    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX. With one that is a percentage the
+    A ground truth without math delimiters, or with some around what is no answer, is read as LaTeX. With one of percentages the
     response is compared without its percent signs. Boxes that follow each other closely are one answer, the set of them. math-verify's own
     time limits use signals and stop at C code, so they are off: the pool's deadline ends a check.
     """
@@ -89,6 +92,8 @@ def _math(term: RewardTerm) -> Verifier:
         truth, text = check.ground_truth, check.text
         if percentage := _PERCENT.fullmatch(truth):
             truth, text = percentage[1], _PERCENT_SIGN.sub(" ", text)
+        elif _PERCENT_SIGN.search(truth) and not _REMAINDER.search(truth):
+            truth, text = _PERCENT_SIGN.sub(" ", truth), _PERCENT_SIGN.sub(" ", text)
         wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
         wanted = wanted or parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
         if not wanted:
