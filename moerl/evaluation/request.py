@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from moerl.config.derive.eval_settings import reward_of
 from moerl.config.load import to_plain
+from moerl.config.rules.checkpoint_files import conversion_of
 from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.run_config import RunConfig
 from moerl.rewards.reward_rules import source_files
@@ -85,7 +86,9 @@ def source_problems(config: RunConfig, checkpoint: Path | None) -> Iterator[Prob
         yield problem(path, str(source), "is not a directory", f"looked in {source.absolute()}", fix)
     elif kind_of(source) is None:
         there = newest(source / "checkpoints") or newest(source)
-        fix = f"{path}={there}" if there is not None else f"{path}=RUN/checkpoints/step-N, or a folder with config.json and safetensors"
+        conversion = conversion_of(source, f"{path}=FOLDER")
+        other = conversion if conversion is not None else f"{path}=RUN/checkpoints/step-N, or a folder with config.json and safetensors"
+        fix = f"{path}={there}" if there is not None else other
         yield problem(path, str(source), "holds no checkpoint", "it is neither step-N of a run nor a Hugging Face folder", fix)
 
 

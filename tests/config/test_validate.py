@@ -207,6 +207,30 @@ def test_a_damaged_checkpoint_is_named_before_anything_starts(checkpoint: Path, 
     assert said in str(problem)
 
 
+@pytest.mark.parametrize(
+    ("files", "options"),
+    [
+        ([".metadata", "common.pt"], " --files-from MODEL"),
+        (["latest_checkpointed_iteration.txt"], " --files-from MODEL"),
+        (["model/dist_ckpt/.metadata"], " --files-from MODEL"),
+        (["manifest.json", "state.json", ".metadata"], ""),
+    ],
+)
+def test_a_sharded_checkpoint_as_the_model_is_told_to_be_converted(tmp_path: Path, files, options: str):
+    for name in files:
+        (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "saved" / name).touch()
+    (problem,) = problems_of(*with_checkpoint(tmp_path / "saved"))
+    assert problem.path == "model.path" and problem.rule == "must be a Hugging Face folder"
+    assert f"moerl convert {tmp_path / 'saved'} FOLDER{options}" in problem.fix
+
+
+def test_a_run_as_the_model_is_told_to_be_converted(tmp_path: Path):
+    (tmp_path / "saved" / "checkpoints" / "step-000003").mkdir(parents=True)
+    (problem,) = problems_of(*with_checkpoint(tmp_path / "saved"))
+    assert problem.fix.startswith(f"moerl convert {tmp_path / 'saved' / 'checkpoints' / 'step-N'} FOLDER, ")
+
+
 def test_a_config_json_without_a_needed_size_is_a_problem(checkpoint: Path):
     (checkpoint / "config.json").write_text(json.dumps({k: v for k, v in QWEN3_MOE.items() if k != "num_attention_heads"}))
     (problem,) = problems_of(*with_checkpoint(checkpoint))

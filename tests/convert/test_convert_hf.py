@@ -315,6 +315,22 @@ def test_a_model_saved_over_one_of_several_files_is_refused_with_what_it_left(tm
     assert convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True).startswith("would write")
 
 
+def test_a_folder_of_another_format_is_one_problem_that_names_the_checkpoint_below_it(tmp_path):
+    def refused():
+        with pytest.raises(ConvertError) as raised:
+            convert(Conversion(source=tmp_path, target=tmp_path / "out", files_from=tmp_path), dry_run=True)
+        (problem,) = raised.value.problems
+        assert (problem.value, problem.rule) == (str(tmp_path), "holds no checkpoint")
+        return problem.fix
+
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    assert refused() == "the folder that has them"
+    weights = tmp_path / "policy" / "weights" / "iter_0000000"
+    weights.mkdir(parents=True)
+    (weights / ".metadata").touch()
+    assert refused() == str(weights)
+
+
 def test_a_value_that_float16_has_no_room_for_is_not_called_a_fault_of_the_source_alone(tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "config.json").write_text('{"model_type": "of_others"}')

@@ -129,6 +129,13 @@ def test_without_data_sets_or_a_checkpoint_there_is_nothing_to_evaluate(tmp_path
     assert "needs a data set" in problems_of(DEMO, "eval={datasets: {}}", f"output_dir={tmp_path}")["eval.datasets"]
 
 
+def test_a_checkpoint_of_megatron_is_told_to_be_converted(tmp_path: Path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / ".metadata").touch()
+    said = problems_of(DEMO, EVAL, directory=tmp_path / "saved")["--checkpoint"]
+    assert f"fix: moerl convert {tmp_path / 'saved'} FOLDER --files-from MODEL" in said and "then --checkpoint=FOLDER" in said
+
+
 def test_the_directory_of_a_run_is_answered_with_its_newest_checkpoint(tmp_path: Path):
     newest = save(tmp_path / "run", 7, {})
     assert f"--checkpoint={newest}" in problems_of(DEMO, EVAL, directory=tmp_path / "run")["--checkpoint"]

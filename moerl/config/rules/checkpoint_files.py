@@ -21,6 +21,25 @@ TWO_MODELS = (
 """Rule, reason and fix of a folder with two sets of weights."""
 
 
+_RUNS = ("manifest.json", "state.json")
+"""Files of a run's own checkpoint."""
+_MEGATRONS = (".metadata", "latest_checkpointed_iteration.txt", "model/dist_ckpt/.metadata", "dist_ckpt/.metadata")
+"""Files by which moerl convert knows what Megatron-LM, slime, Megatron-Bridge, NeMo-RL or verl saved."""
+
+
+def conversion_of(path: Path, then: str) -> str | None:
+    """What makes a Hugging Face folder of the sharded checkpoint that lies there, as text; None where none does."""
+    if (path / "config.json").exists():
+        return None
+    if any(path.glob("checkpoints/step-*")):
+        return f"moerl convert {path / 'checkpoints' / 'step-N'} FOLDER, then {then}"
+    if all((path / name).is_file() for name in _RUNS):
+        return f"moerl convert {path} FOLDER, then {then}"
+    if any((path / name).is_file() for name in _MEGATRONS):
+        return f"moerl convert {path} FOLDER --files-from MODEL (the folder of the model that was trained), then {then}"
+    return None
+
+
 def quantizer_file(path: Path) -> Path | None:
     """The one that is in the folder."""
     return next((path / name for name in _OF_QUANTIZERS if (path / name).is_file()), None)
@@ -30,6 +49,9 @@ def checkpoint_problems(path: Path) -> Iterator[Problem]:
     if not can_be(path) or not path.is_dir():
         fix = "write the absolute path of the directory" if not path.is_absolute() else "download the model there, or correct the path"
         yield _problem(path, "is not a directory", f"nothing is read from the network; looked in {path.absolute()}", fix)
+        return
+    if (conversion := conversion_of(path, "model.path=FOLDER")) is not None:
+        yield _problem(path, "must be a Hugging Face folder", "it holds a sharded checkpoint, of a run or of Megatron", conversion)
         return
     yield from _config_problems(path)
     if not any((path / name).is_file() for name in TOKENIZERS):

@@ -36,6 +36,8 @@ class HFSource:
         if checkpoint is not None and not (directory / "config.json").exists():
             reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
             raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
+        if not any((directory / name).exists() for name in ("config.json", INDEX, SINGLE)):
+            raise ConvertError([_no_checkpoint(directory)])
         config = _read(read_object, directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
         if not tensors and not problems:
@@ -53,6 +55,12 @@ class HFSource:
     def identity(self) -> dict[str, Any]:
         """Changes when a file of weights or config.json does, as far as sizes and times show."""
         return states_of((*{stored.file: None for stored in self.tensors.values()}, self.directory / "config.json"))
+
+
+def _no_checkpoint(directory: Path) -> Problem:
+    below = [index.parent for depth in range(1, 5) for index in sorted(directory.glob("*/" * depth + ".metadata"))]
+    reason = "it has neither config.json and safetensors, nor .metadata of Megatron's torch_dist; no other format is read"
+    return problem("SRC", str(directory), "holds no checkpoint", reason, str(below[-1]) if below else "the folder that has them")
 
 
 def states_of(files: Iterable[Path]) -> dict[str, Any]:
