@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -23,7 +23,7 @@ class ModelOrigin:
 
     def lines(self) -> list[str]:
         """Text for people: what is written besides weights, from where, and what the new folder lacks."""
-        names = [file.name for file in carried_files(self.directory)]
+        names = [str(file.relative_to(cast(Path, self.directory))) for file in carried_files(self.directory)]
         lines = [f"with {', '.join(['config.json', *names])}" + (f" ({self.directory})" if names else "")]
         lacking = [] if set(TOKENIZERS) & set(names) else ["a tokenizer"]
         lacking += [] if "generation_config.json" in names else ["generation_config.json"]

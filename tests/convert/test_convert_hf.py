@@ -315,6 +315,18 @@ def test_a_model_saved_over_one_of_several_files_is_refused_with_what_it_left(tm
     assert convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True).startswith("would write")
 
 
+def test_every_chat_template_and_the_notice_go_along(source, tmp_path):
+    """Where transformers writes them: the templates beside the default one in a folder of their own."""
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "NOTICE").write_text("of the licence")
+    said = run(source, tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+    assert (tmp_path / "out" / "NOTICE").read_text() == "of the licence"
+    assert "additional_chat_templates/tool_use.jinja" in said
+    assert "additional_chat_templates/tool_use.jinja" in (tmp_path / "out" / writing.DIGESTS).read_text()
+
+
 def test_a_folder_of_another_format_is_one_problem_that_names_the_checkpoint_below_it(tmp_path):
     def refused():
         with pytest.raises(ConvertError) as raised:

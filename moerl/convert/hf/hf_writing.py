@@ -13,8 +13,10 @@ from moerl.convert.tensors.safetensors_file import bytes_of, header_of
 from moerl.convert.tensors.writing import DIGESTS, FileJob, Finished, Output
 from moerl.models.hf_checkpoint import INDEX, by_size
 
-CARRIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.md", "*.tiktoken", "LICENSE*")
-"""Files beside the weights that belong to a model: generation_config.json, tokenizer, chat template, code, licence."""
+CARRIED = (
+    "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "*.md", "*.tiktoken", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files beside the weights that belong to a model: generation_config.json, tokenizer, chat templates, code, licence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,10 @@ def complete_hf(
     report(finished, nonfinite)
     _write_index(directory, entries, finished)
     for file in carried_files(carried_from):
-        shutil.copyfile(file, directory / file.name)
+        assert carried_from is not None
+        copy = directory / file.relative_to(carried_from)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
