@@ -131,6 +131,15 @@ def test_a_parquet_file_with_two_columns_of_one_name_is_named(tmp_path):
         load(str(tmp_path / "a.parquet"))
 
 
+def test_a_parquet_file_without_prompts_is_named_once_with_all_its_columns(tmp_path):
+    rows = [{"problem": "2+2=", "expected_answer": "4", "reward_model": {"ground_truth": "4"}}] * 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError) as raised:
+        load(str(tmp_path / "a.parquet"))
+    assert "1 problem(s)" in str(raised.value)
+    assert "a.parquet: cannot be read: has no column prompt, but problem, expected_answer, reward_model" in str(raised.value)
+
+
 def test_rows_of_jsonl_are_counted_by_lines(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row("fine")) + "\n\n" + '{"prompt": [' + "\n")

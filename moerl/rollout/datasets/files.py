@@ -98,6 +98,8 @@ class _Parquet:
                 columns = [name for name in self._COLUMNS if name in present]
                 if twice := [name for name in columns if present.count(name) > 1]:
                     raise ValueError(f"has several columns of the name {twice[0]}")
+                if "prompt" not in present:
+                    raise ValueError(f"has no column prompt, but {', '.join(present)}")
                 self._batches = list(file.iter_batches(batch_size=self._BATCH_ROWS, columns=columns))
         except pyarrow.ArrowException as error:
             raise ValueError(str(error)) from error
