@@ -85,6 +85,7 @@ def _distances(a: Tensor, b: Tensor) -> Iterator[float]:
     are_integers = not (a.is_floating_point() or b.is_floating_point())
     for left, right in zip(a.reshape(-1).split(PIECE_BYTES), b.reshape(-1).split(PIECE_BYTES), strict=True):
         x, y = left.double(), right.double()
-        same = left == right if are_integers else (x == y) | (x.isnan() & y.isnan())
+        # As int64, since torch compares unsigned ones of two dtypes not at all; what wraps around is far apart as float64.
+        same = (left.long() == right.long()) & (x == y) if are_integers else (x == y) | (x.isnan() & y.isnan())
         apart = (x - y).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).clamp(min=1.0 if are_integers else 0.0)
         yield float(torch.where(same, 0.0, apart).max())

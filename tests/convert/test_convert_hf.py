@@ -295,6 +295,21 @@ def test_different_integers_differ_and_tensors_without_elements_compare(tmp_path
     assert comparison.num_equal == 1
 
 
+def test_unsigned_integers_of_every_size_are_copied_and_compared(tmp_path):
+    """Packed weights are uint32 in folders of MLX, whose architecture may be anybody's."""
+    for name, dtype in (("src", torch.uint32), ("wide", torch.int64)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "of_others"}')
+        tensors = {"packed": torch.tensor([1, 2**32 - 1]).to(dtype), "w": torch.ones(2)}
+        tensors |= {"u16": torch.tensor([2**16 - 1], dtype=torch.uint16), "u64": torch.tensor([2**64 - 1], dtype=torch.uint64)}
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    run(tmp_path / "src", tmp_path / "out", dtype="bfloat16")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    assert held["packed"].dtype == torch.uint32 and held["packed"].tolist() == [1, 2**32 - 1] and held["w"].dtype == torch.bfloat16
+    assert held["u16"].tolist() == [2**16 - 1] and held["u64"].tolist() == [2**64 - 1]
+    assert compared(tmp_path / "src", tmp_path / "wide", tolerance=0.0).is_equal
+
+
 def test_a_model_saved_over_one_of_several_files_is_refused_with_what_it_left(tmp_path):
     """transformers removes the older files and leaves their index; it reads model.safetensors, whether or not those are there."""
     write_shards([(f"w{index}", torch.ones(8)) for index in range(3)], tmp_path, shard_bytes=32)
