@@ -158,6 +158,16 @@ def test_an_environment_without_the_engine_is_refused(engine):
     assert found.path == "rollout.python" and "which has none" in found.rule
 
 
+def test_an_environment_that_is_slow_to_answer_is_not_told_to_be_installed(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(engine_rules, "CHECK_SECONDS", 0.2)
+    (found,) = rules(None, engine="vllm", python=str(python))
+    assert found.rule == "did not answer within 0.2 s what moerl.rollout.engines.vllm takes"
+    assert found.fix.startswith("the same command again")
+
+
 def test_arguments_for_an_engine_that_has_none_are_refused():
     (found,) = rules(engine="hf", engine_args={"tp_size": 2})
     assert "has no effect" in found.rule

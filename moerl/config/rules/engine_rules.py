@@ -92,7 +92,11 @@ def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[
         return tuple(TypeAdapter(list[Problem]).validate_json(ended.stdout))
     except subprocess.CalledProcessError as error:
         reason = "it ended with " + "\n".join(error.stderr.splitlines()[-3:])
-    except (OSError, subprocess.TimeoutExpired, ValidationError) as error:
+    except subprocess.TimeoutExpired:
+        rule = f"did not answer within {CHECK_SECONDS:g} s what moerl.rollout.engines.{engine} takes"
+        reason = "it imports the engine for that, some 5 s; the disk it is on is slow, or the machine has much else to do"
+        return (problem("rollout.python", python, rule, reason, "the same command again, or an environment on a faster disk"),)
+    except (OSError, ValidationError) as error:
         reason = str(error)
     fix = f"make engines ENGINES={engine}, or install moerl there: {python} -m pip install --no-deps moerl"
     return (problem("rollout.python", python, f"cannot start moerl.rollout.engines.{engine}", reason, fix),)
