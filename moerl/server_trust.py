@@ -55,12 +55,7 @@ class ServerTrust:
             async with PatientTimeout(seconds):
                 asked = await ask_canary(engines, self._prompts, **self._sampling())
         except TimeoutError as error:
-            late = await self._late(seconds, members)
-            for member, num_starts in zip(members, starts, strict=True):
-                if isinstance(late, HangError) and any(each.name in late.names for each in member.engine.watched):
-                    told = EngineUnavailable(f"{member.name}: {late}")
-                    told.__cause__, told.origin = late, late.origin
-                    self._fleet.answered_falsely(member, told, starts=num_starts)
+            late = await self._end_late(seconds, members, starts)
             raise EngineError(str(late)) from (late if isinstance(late, HangError) else error)
         result = compare_canary(asked, await self._scored(asked.batch), limit=self._config.mismatch_limit)
         self._compared |= set(members)
@@ -88,22 +83,33 @@ class ServerTrust:
         return {self._fleet.members[number] for number in np.flatnonzero(counts >= MIN_COMPARED)}
 
     async def _asked(self, member: Member) -> Asked | None:
-        """None of one that ends meanwhile, or is retired for what it answers."""
+        """None of one that ends meanwhile, or is ended because it hangs, or retired for what it answers."""
         before, seconds = {member: member.num_starts}, self._config.deadlines.completion_seconds
         try:
             async with PatientTimeout(seconds):
                 return await ask_canary([member.engine], self._prompts, **self._sampling())
         except TimeoutError as error:
-            raise await self._late(seconds, [member]) from error
+            late = await self._end_late(seconds, [member], [before[member]])
+            if not await self._fleet.lost(before):
+                raise late from error
+            return None
         except (EngineError, WeightError) as error:
             if not (isinstance(error, WeightError) and self.retires([member], error)) and not await self._fleet.lost(before):
                 raise
             return None
 
-    async def _late(self, seconds: float, members: Collection[Member]) -> MoerlError:
+    async def _end_late(self, seconds: float, members: Sequence[Member], starts: Sequence[int]) -> MoerlError:
+        """Report about a canary that was not answered, after those that hang, as the processes of these `starts`, were ended."""
         deadline = f"{seconds:g} s (deadlines.completion_seconds)"
         hang = await self._pool.hang(deadline, members)
-        return hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")
+        if hang is None:
+            return EngineError(f"a canary was not answered within {deadline}")
+        for member, num_starts in zip(members, starts, strict=True):
+            if any(each.name in hang.names for each in member.engine.watched):
+                told = EngineUnavailable(f"{member.name}: {hang}")
+                told.__cause__, told.origin = hang, hang.origin
+                self._fleet.answered_falsely(member, told, starts=num_starts)
+        return hang
 
     async def compare(self, asked: Mapping[Member, Asked]) -> None:
         """The answers with the trainer, which is awake and has not changed its weights since."""

@@ -19,6 +19,7 @@ from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import ObserveConfig, RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.evaluation.evaluator import Evaluator, evaluation_prompts
+from moerl.hangs.hang_reports import HangReports
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.publish import WeightPublisher
@@ -137,10 +138,11 @@ class InProcessRun:
     def __init__(
         self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
         num_shared: int = 0, ends_at: float | None = None, keep: Callable[[Payload], Stored[Payload]] = Here,
+        hangs: HangReports | None = None,
     ):  # fmt: skip
         """`num_shared`: the first so many engines are on the trainer's GPUs."""
         self.config, self.num_shared, self._keep = config, num_shared, keep
-        self._ends_at = ends_at
+        self._ends_at, self._hangs = ends_at, hangs
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
         """("drawn", ticket), ("updated", version), ("pushed", version), in time."""
@@ -175,6 +177,7 @@ class InProcessRun:
             collector=LocalCollector(Intake(vocab_size=VOCAB_SIZE, decoder=tokenizer, routes=routes_to_replay(config)), keep=self._keep),
             request_seconds=SECONDS,
             max_restarts=config.rollout.max_restarts,
+            hangs=self._hangs,
         )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)

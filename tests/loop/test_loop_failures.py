@@ -11,6 +11,7 @@ from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
+from moerl.hangs.hang_reports import HangReports
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.rollout.fleet import fleet
@@ -263,6 +264,24 @@ def test_a_canary_that_is_not_answered_ends_at_the_deadline_of_a_completion(tmp_
     run = InProcessRun(config, engines=[new_engine("silent", SilentInCanaries)])
     stops(run, EngineError, r"a canary was not answered within 0\.3 s \(deadlines\.completion_seconds\)")
     assert list(run.groups) == [1]
+
+
+class SilentUntilItIsEnded(SilentInCanaries):
+    def kill(self):
+        self.generate = super(SilentInCanaries, self).generate
+        super().kill()
+
+
+def test_a_server_that_hangs_in_the_canary_before_an_update_is_started_again(tmp_path):
+    """Of an asynchronous run, whose samples are of older weights."""
+    config = make_config(tmp_path, max_staleness=1, deadlines=DeadlineConfig(completion_seconds=0.3))
+    engines = [new_engine("same"), new_engine("silent", SilentUntilItIsEnded)]
+    run = InProcessRun(config, engines=engines, hangs=HangReports(tmp_path))
+    asyncio.run(run.play())
+    assert set(run.groups) == {1, 2, 3, 4}
+    assert run.metrics()[-1]["fleet/restarts"] == 1
+    (report,) = (tmp_path / "hangs").glob("*/report.txt")
+    assert report.read_text().startswith("rollout: server silent did not arrive within 0.3 s (deadlines.completion_seconds)")
 
 
 class OldWeights(FakeEngine):
