@@ -64,8 +64,9 @@ def test_the_pools_bound_follows_an_engine_that_preempts(run, checkpoints, tmp_p
 
 
 @pytest.mark.engine
-def test_a_request_that_sglang_had_taken_back_goes_on_after_a_push(run, checkpoints, tmp_path):
-    """It waits in SGLang's own queue with tokens, of which the answer to its abort has some, and no routes."""
+@pytest.mark.parametrize("asked", [{"returns_routes": True}, {"filtered": True, "top_k": 20}], ids=["routes", "sets"])
+def test_a_request_that_sglang_had_taken_back_goes_on_after_a_push(run, checkpoints, tmp_path, asked):
+    """It waits in SGLang's own queue with tokens, of which the answer to its abort has some, and neither routes nor what top-k left."""
     arguments = SMALL_CACHE["sglang-moe"] | {"schedule_conservativeness": 0.03}  # else it begins one only where its whole answer has room
     engine = native_engine("sglang-moe", checkpoints["moe"], tmp_path, engine_args=arguments)
 
@@ -75,7 +76,7 @@ def test_a_request_that_sglang_had_taken_back_goes_on_after_a_push(run, checkpoi
             await push(engine, checkpoints["moe"].tensors, 1)
             pool = RolloutPool([engine], max_running=MAX_RUNNING, max_queued=0, collector=collector(ROUTES["moe"]), request_seconds=200)
             pool.fleet.served(pool.fleet.members)
-            sampling = [SamplingParams(max_tokens=LONG, seed=seed, returns_routes=True) for seed in range(MAX_RUNNING)]
+            sampling = [SamplingParams(max_tokens=LONG, seed=seed, **asked) for seed in range(MAX_RUNNING)]
             tasks = [asyncio.create_task(pool.generate(PROMPT, each, f"r{each.seed}")) for each in sampling]
             await until(engine, lambda health: health.load.cache_share > 0.9)
             await until(engine, lambda health: health.load.cache_share < 0.8)

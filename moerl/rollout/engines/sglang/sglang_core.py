@@ -274,8 +274,9 @@ class SGLangCore:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
-        if reason["type"] == "abort" and sampling.returns_routes and "routed_experts" not in meta:
-            # It was in SGLang's queue. If SGLang had taken it back before, some of its tokens came without their routes: it begins anew.
+        asked = {"routed_experts": sampling.returns_routes, "output_token_sampling_mask": sampling.filtered}
+        if reason["type"] == "abort" and any(is_asked and name not in meta for name, is_asked in asked.items()):
+            # It was in SGLang's queue. If SGLang had taken it back before, some of its tokens came without these: it begins anew.
             return Completion(request_id=key, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
         token_ids, sets = tuple(answer["output_ids"]), None
         logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
