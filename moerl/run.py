@@ -136,7 +136,7 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
     config = evaluation.config
     with _claimed(config, by="evaluating into this directory; wait for it, or choose another --out="):
         keep_samples_of(config.run_dir, evaluation.identity())
-        with Observer(config) as observe:
+        with Observer(config, trains=False) as observe:
             results = run_until_done(_evaluate(evaluation, observe))
     return config.run_dir / RESULTS, results
 

@@ -15,14 +15,14 @@ from moerl.types.errors import MoerlError, Origin
 FILE = "failure.txt"
 
 
-def write_failure(run_dir: Path, error: BaseException, *, phase: str | None, version: int | None) -> str:
+def write_failure(run_dir: Path, error: BaseException, *, phase: str | None, version: int | None, trains: bool = True) -> str:
     """Writes the file; returns the closing lines. `phase`: what the driver waited for; `version`: the last that was trained in this
-    process, None if there was none."""
+    process, None if there was none. `trains`: it takes steps, as an evaluation does not."""
     origin = origin_of(error, phase)
     path = run_dir / FILE
     lines = [
         *([] if isinstance(error, MoerlError) else headline("".join(traceback.format_exception(error)))),
-        f"failed: {origin.who} on node {origin.node}, in {origin.doing}, at step {_step(run_dir, version)}",
+        f"failed: {origin.who} on node {origin.node}, in {origin.doing}" + (f", at step {_step(run_dir, version)}" if trains else ""),
         f"log: {origin.log if origin.log else run_dir / 'run.log'}",
     ]
     chain = "".join(traceback.format_exception(error))

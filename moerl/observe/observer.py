@@ -45,9 +45,9 @@ class Owner(Protocol):
 
 
 class Observer:
-    def __init__(self, config: RunConfig, *, console: Console | None = None):
-        """`console` replaces the terminal that observe.terminal would open on standard output."""
-        self._run_dir = config.run_dir
+    def __init__(self, config: RunConfig, *, console: Console | None = None, trains: bool = True):
+        """`console` replaces the terminal that observe.terminal would open on standard output. `trains`: write_failure's."""
+        self._run_dir, self._trains = config.run_dir, trains
         self._full_reward = full_reward(config.reward)
         self._clock = PhaseClock()
         self._owners: tuple[Owner, ...] = ()
@@ -188,7 +188,7 @@ class Observer:
     def write_failure(self, error: BaseException) -> str:
         """The report of what ended the run; the closing lines for the terminal."""
         phase = self._clock.open_phase if self._failed_in is None else self._failed_in
-        return write_failure(self._run_dir, error, phase=phase, version=self._last_version)
+        return write_failure(self._run_dir, error, phase=phase, version=self._last_version, trains=self._trains)
 
     def _close_writer(self, writer: MetricsWriter) -> None:
         writer.close(succeeded=self._status == "finished")

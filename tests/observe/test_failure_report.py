@@ -70,6 +70,11 @@ def test_the_step_after_a_resume_is_that_of_the_newest_checkpoint(tmp_path):
     assert closing[0].endswith("at step 41")
 
 
+def test_an_evaluation_that_failed_was_at_no_step(tmp_path):
+    closing, _ = written(tmp_path, raised(HangError("rollout: server a:1 did not arrive")), phase="eval", version=None, trains=False)
+    assert closing[0] == f"failed: driver on node {socket.gethostname()}, in eval"
+
+
 PACKAGE = Path(moerl.__file__).parent
 REMOTE = f"""\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor_id=5, repr=<moerl.train.train_worker.TrainWorker object>)
   File "/env/lib/python3.11/site-packages/ray/x.py", line 7, in span
