@@ -184,6 +184,30 @@ def test_a_vllm_server_of_two_processes_that_are_killed_is_gone_and_leaves_nothi
     assert {name for name in left_in_memory("vllm") if name.startswith("vllm_dist_")} <= before
 
 
+@pytest.mark.matrix
+@pytest.mark.engine
+def test_a_vllm_server_that_loses_the_coordinator_of_its_groups_ends(run, checkpoints, tmp_path):
+    """Groups that wait for each other's experts would never begin a request again; vLLM watches its engines alone."""
+    checkpoint, layout = checkpoints["dense32"], ServerLayout(gpus=2, dp=2)
+    (engine,) = build_engines(native_config("vllm-dense32", checkpoint, layout=layout), checkpoint.directory, tmp_path, RunSecret.new())
+
+    async def scenario():
+        try:
+            await engine.start()
+            server = psutil.Process(pids(engine)[0])
+            family = [server, *server.children(recursive=True)]
+            (coordinator,) = [each for each in family if "Coordinator" in " ".join(each.cmdline())]
+            coordinator.kill()
+            async with asyncio.timeout(30):
+                death = str(await engine.ended())
+            assert "with exit code 1" in death and "coordinator" in death
+            assert not psutil.wait_procs(family, timeout=10)[1]
+        finally:
+            await engine.close()
+
+    run(scenario())
+
+
 @pytest.mark.matrix("second node")  # not in the group of the other one that starts vLLM three times, on two nodes
 @pytest.mark.engine
 def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):

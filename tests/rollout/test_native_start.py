@@ -103,13 +103,16 @@ class EndingVLLM:
 
     def __init__(self):
         self.errored, self.dead_error = False, RuntimeError("its processes ended")
+        self.coordinator = SimpleNamespace(proc=SimpleNamespace(is_alive=lambda: True, exitcode=None))
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(coordinator=self.coordinator))
 
     def shutdown(self):
         self.errored = True
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_server_ends_with_vllms_processes_also_when_nothing_asks_it(monkeypatch, closes):
+@pytest.mark.parametrize("which", ["engine", "coordinator"])
+def test_a_server_ends_with_vllms_processes_also_when_nothing_asks_it(monkeypatch, closes, which):
     """vLLM leaves a call that it had begun without an end, and a server that is idle would go on to answer probes."""
     ended = []
     monkeypatch.setattr(vllm_core, "_WATCH_SECONDS", 0.01)
@@ -123,7 +126,10 @@ def test_a_server_ends_with_vllms_processes_also_when_nothing_asks_it(monkeypatc
         assert ended == []
         if closes:
             core.close()
-        engine.errored = True
+        if which == "engine":
+            engine.errored = True
+        else:
+            engine.coordinator.proc.is_alive = lambda: False
         await asyncio.sleep(0.1)
 
     asyncio.run(scenario())

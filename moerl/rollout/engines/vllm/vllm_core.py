@@ -223,6 +223,10 @@ class VLLMCore:
             return
         if self._engine.errored:
             _give_up(self._engine.dead_error)
+        # Of the processes of data-parallel groups vLLM watches only the engines (CoreEngineProcManager.monitor_engine_liveness).
+        coordinator = self._engine.engine_core.resources.coordinator
+        if coordinator is not None and not coordinator.proc.is_alive():
+            _give_up(RuntimeError(f"the coordinator of data-parallel groups ended with exit code {coordinator.proc.exitcode}"))
         asyncio.get_running_loop().call_later(_WATCH_SECONDS, self.watch)
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
