@@ -147,9 +147,10 @@ class ServerTrust:
         return True
 
     def _sampling(self) -> dict[str, Any]:
-        """How a canary is drawn."""
+        """How a canary is drawn. Prompts of an evaluation leave room for its own answers, which may be shorter than a run's."""
+        room = self._config.model.max_context - max(map(len, self._prompts))
         return {
-            "max_tokens": min(NUM_TOKENS, self._config.rollout.max_response_tokens),
+            "max_tokens": min(NUM_TOKENS, self._config.rollout.max_response_tokens, room),
             "version": self._version,
             "vocab_size": self._vocab_size,
             "temperature": self._config.rollout.temperature,

@@ -69,6 +69,14 @@ def test_a_folder_made_of_the_checkpoint_has_the_same_samples(words, tmp_path):
 
 
 @pytest.mark.matrix
+def test_prompts_that_leave_less_room_than_a_run_needs_are_evaluated(words, tmp_path):
+    """The canary asks with them first."""
+    prompts = ["data.max_prompt_tokens=1", "eval.datasets.repeat.data.max_prompt_tokens=2"]
+    (result,) = evaluate([*words, *prompts, "eval.max_response_tokens=7", "model.max_context=9"], tmp_path)
+    assert load(words).rollout.max_response_tokens == 8 and result.errors == 0
+    assert max(record["length"] for record in samples(tmp_path / "out")) == 7
+
+
 def test_an_evaluation_that_was_stopped_goes_on_where_it_was_and_leaves_nothing(words, tmp_path):
     many = ["eval.datasets.repeat.data.size=400", "eval.datasets.repeat.num_prompts=400"]
     shared = shared_memory()
