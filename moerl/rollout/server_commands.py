@@ -12,7 +12,7 @@ from moerl.config.derive.model_configs import model_config, routes_to_replay
 from moerl.config.rules.engine_rules import interpreter
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
+from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
 
@@ -72,8 +72,8 @@ _ANY_PORT = 25000
 
 
 def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[str, str], list[str]]:
-    """(environment, command line) that moerl gives the first node's engine on GPUs, for the version it is tested with; without what the
-    server adds to receive weights."""
+    """(environment, command line) that moerl gives the first node's engine on GPUs, without what the server
+    adds to receive weights."""
     layout = config.rollout.layout
     options = Options(
         model=model_dir,
@@ -89,8 +89,8 @@ def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[
         head=head,
     )
     launch = _LAUNCH[config.rollout.engine]
-    own = with_overrides(launch.arguments(options, launch.TESTED), launch.OVERRIDES, model_config(config.model), layout)
-    return launch.environment(options), as_command_line(own | config.rollout.engine_args)
+    environment = sglang.environment(options) if launch is sglang else {}
+    return environment, as_command_line(launch.arguments(options, model_config(config.model)) | config.rollout.engine_args)
 
 
 def described(config: RunConfig) -> Iterator[str]:

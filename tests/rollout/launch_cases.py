@@ -25,6 +25,7 @@ EVERYTHING = ServerLayout(
     gpus=16, dp=4, ep=16, all_to_all="deepep_low_latency", redundant_experts=16, kv_cache="fp8", weights="fp8", memory_fraction=0.8,
     mtp_tokens=2, cuda_graph_requests=128, port=26000,
 )  # fmt: skip
+MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 1}
 NO_GRAPHS = ServerLayout(gpus=4, cuda_graph_requests=0)
 VLLM = {
     "deepseek-v3": ServerLayout(gpus=32, dp=8, ep=32, all_to_all="deepep_low_latency", memory_fraction=0.8),
@@ -69,12 +70,13 @@ def launch_of(name: str) -> ModuleType:
 
 
 def arguments(name: str, server: Options) -> dict[str, object]:
-    return launch_of(name).arguments(server, launch_of(name).TESTED)
+    return launch_of(name).arguments(server, MODEL)
 
 
 def text(name: str, server: Options) -> str:
     """Environment, then one argument a line with its values."""
-    lines = [f"{key}={value}" for key, value in launch_of(name).environment(server).items()]
+    environment = sglang.environment(server) if name.startswith("sglang") else {}
+    lines = [f"{key}={value}" for key, value in environment.items()]
     lines += [" ".join(as_command_line({key: value})) for key, value in arguments(name, server).items()]
     return "".join(f"{line}\n" for line in lines if line)
 

@@ -17,8 +17,8 @@ from moerl.config.rules.facts import Facts
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.engines.argument_check import QuietParser, argument_problems, version_problems
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, as_command_line, overrides
-from moerl.rollout.engines.sglang import sglang_core
-from moerl.rollout.engines.vllm import vllm_core
+from moerl.rollout.engines.sglang import sglang_core, sglang_launch
+from moerl.rollout.engines.vllm import vllm_core, vllm_launch
 
 
 def parser():
@@ -117,21 +117,21 @@ def test_a_version_outside_the_range_names_what_was_found_and_what_works():
 SHAPE = ModelShape(model_type="qwen3_moe", num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256, num_experts=8, expert_ffn_size=48)
 
 NATIVE = ["sglang", "vllm"]
-CORES = [("sglang", sglang_core), ("vllm", vllm_core)]
+CORES = [("sglang", sglang_core, sglang_launch.SUPPORTED), ("vllm", vllm_core, vllm_launch.SUPPORTED)]
 
 
-@pytest.mark.parametrize(("engine", "core"), CORES)
-def test_an_installed_version_outside_the_range_is_one_problem(monkeypatch, engine, core):
+@pytest.mark.parametrize(("engine", "core", "supported"), CORES)
+def test_an_installed_version_outside_the_range_is_one_problem(monkeypatch, engine, core, supported):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.0")
     (found,) = core.find_problems({"no_such_argument": 1}, None)
-    assert f"needs {engine}{core.SUPPORTED}" in found.rule and "has 0.1.0" in found.rule
-    assert found.fix == f"pip install '{engine}{core.SUPPORTED}' there"
+    assert f"needs {engine}{supported}" in found.rule and "has 0.1.0" in found.rule
+    assert found.fix == f"pip install '{engine}{supported}' there"
 
 
-@pytest.mark.parametrize(("engine", "core"), CORES)
-def test_the_range_is_that_of_the_extra_that_installs_it(engine, core):
+@pytest.mark.parametrize(("engine", "core", "supported"), CORES)
+def test_the_range_is_that_of_the_extra_that_installs_it(engine, core, supported):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"][engine] == [f"{engine}{core.SUPPORTED}"]
+    assert project["optional-dependencies"][engine] == [f"{engine}{supported}"]
 
 
 def rules(shape=SHAPE, hf=None, **changes):

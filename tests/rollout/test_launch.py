@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launch_cases import DIRECTORY, EVERYTHING, RECIPES, arguments, cases, options, text
+from launch_cases import DIRECTORY, EVERYTHING, MODEL, RECIPES, arguments, cases, options, text
 
 from moerl.config.load import build, load
 from moerl.config.rules import engine_rules
@@ -18,7 +18,6 @@ from moerl.rollout.engines.engine_process import _parse
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
 from moerl.rollout.server_commands import described, server_command
-from moerl.types.errors import EngineError
 
 CASES = cases()
 
@@ -35,10 +34,9 @@ def test_every_file_of_arguments_is_a_case():
 
 @pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
 def test_one_process_gets_no_argument_about_others(launch):
-    plain = launch.arguments(options(ServerLayout()), launch.TESTED)
+    plain = launch.arguments(options(ServerLayout()), MODEL)
     assert not {"tp_size", "tensor_parallel_size", "nnodes", "node_rank", "ep_size", "enable_expert_parallel"} & set(plain)
-    (names,) = launch.NAMES.values()
-    assert {names[setting] for setting in ("model.path", "rollout.dtype", "rollout.max_running")} <= set(plain)
+    assert {launch.NAMES[setting] for setting in ("model.path", "rollout.dtype", "rollout.max_running")} <= set(plain)
 
 
 def test_kernels_for_latency_have_room_for_prompts_where_these_go_through_them():
@@ -50,30 +48,23 @@ def test_kernels_for_latency_have_room_for_prompts_where_these_go_through_them()
 
 
 @pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
-def test_a_version_whose_arguments_are_not_known_is_refused(launch):
-    with pytest.raises(EngineError, match=r"moerl knows the arguments of \w+>="):
-        launch.arguments(options(ServerLayout()), "0.1.0")
-
-
-@pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
 def test_every_field_of_a_layout_becomes_the_argument_that_the_table_names(launch):
-    (names,) = launch.NAMES.values()
-    rendered = launch.arguments(options(replace(EVERYTHING, all_to_all="deepep_normal")), launch.TESTED)
-    assert {argument for setting, argument in names.items() if setting != "train.router_replay"} <= set(rendered)
+    rendered = launch.arguments(options(replace(EVERYTHING, all_to_all="deepep_normal")), MODEL)
+    assert {argument for setting, argument in launch.NAMES.items() if setting != "train.router_replay"} <= set(rendered)
 
 
 @pytest.mark.parametrize("mtp_tokens", [0, 3, 4, 16])
 def test_sglang_has_room_for_the_drafts_of_a_request_that_fills_the_context(mtp_tokens):
     """It reserves the tokens of two passes that check drafts."""
     given = options(ServerLayout(mtp_tokens=mtp_tokens))
-    rendered = sglang.arguments(given, sglang.TESTED)
+    rendered = sglang.arguments(given, MODEL)
     assert rendered["context_length"] == sglang.positions_of_request(given) >= given.max_context + 2 * (mtp_tokens + 1)
 
 
 @pytest.mark.parametrize(("requests", "drafts", "sizes"), [(1, 2, [3]), (20, 0, [1, 2, 4, 8, 16, 20]), (10, 1, [2, 4, 8, 16, 20])])
 def test_vllm_captures_graphs_of_the_largest_batch_that_is_asked_for(requests, drafts, sizes):
     layout = ServerLayout(cuda_graph_requests=requests, mtp_tokens=drafts)
-    assert vllm.arguments(options(layout), vllm.TESTED)["cudagraph_capture_sizes"] == sizes
+    assert vllm.arguments(options(layout), MODEL)["cudagraph_capture_sizes"] == sizes
 
 
 def test_nodes_of_a_server_differ_in_their_rank_alone():

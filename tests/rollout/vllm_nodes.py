@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.usage.usage_lib import UsageContext
 
+from moerl.config.derive.model_shape import read_config
 from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.vllm import vllm_launch
 from moerl.rollout.engines.vllm.vllm_core import _parser, needs_of, process_number
@@ -22,7 +23,7 @@ EXPERTS = 256
 def processes(options: Options) -> list[dict]:
     """Of each process on this node: its number, and the experts that vLLM gives it and those that moerl says it needs."""
     parser = _parser()
-    own = vllm_launch.arguments(options, vllm_launch.TESTED)
+    own = vllm_launch.arguments(options, read_config(options.model))
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(as_command_line(own, parser)))
     config = args.create_engine_config(usage_context=UsageContext.ENGINE_CONTEXT, headless=options.node_rank > 0)
     parallel, found = config.parallel_config, []

@@ -17,6 +17,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moer
 PLATFORMS = [f"manylinux_2_{glibc}_x86_64" for glibc in (17, 18, 27, 28, 31, 34, 35)]
 
 
+def pinned(engine: str, name: str) -> str:
+    return re.search(rf"^{name}==(.+)$", (Path(__file__).parents[2] / "scripts" / "engines" / f"{engine}.txt").read_text(), re.MULTILINE)[1]
+
+
 @cache
 def unpacked(name: str, version: str) -> Path:
     """Folder with the Python files and the metadata of the distribution for Python 3.12 on x86-64."""

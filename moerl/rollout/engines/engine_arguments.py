@@ -1,5 +1,4 @@
-"""Settings that an engine is given: moerl's own, by the names that versions of it have for them, and how all are written on its command
-line."""
+"""Settings that an engine is given, and how its arguments are written on its command line."""
 
 import argparse
 import json
@@ -8,12 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.find_family import find_family
-from moerl.types.errors import EngineError
 
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """quantization_config of a checkpoint in DeepSeek-V3's format."""
@@ -49,30 +45,12 @@ class Options:
     """Address of this node, at which the other nodes of this server reach it."""
 
 
-Names = Mapping[str, str]
-"""Names from a field of moerl's settings, e.g. rollout.layout.dp, to the engine's argument."""
-
-
-def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:
-    """`table`: by range of versions, as in pyproject.toml. EngineError with the ranges if none has `version`."""
-    for versions, names in table.items():
-        if version in SpecifierSet(versions, prereleases=True):
-            return names
-    raise EngineError(f"{engine} {version}: moerl knows the arguments of {', '.join(f'{engine}{versions}' for versions in table)}")
-
-
 def overrides(model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
     """Fields that the model's configuration lacks for engines, or that are not those of what a push brings."""
     added = {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}
     if layout.weights == "fp8":
         return added | {"quantization_config": FP8_BLOCKS | {"modules_to_not_convert": _kept_modules(model)}}
     return added | ({"quantization_config": None} if "quantization_config" in model else {})
-
-
-def with_overrides(arguments: Mapping[str, Any], name: str, model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
-    """`arguments` with `overrides` under the engine's `name` for them."""
-    changed = overrides(model, layout)
-    return {**arguments, name: arguments.get(name, {}) | changed} if changed else dict(arguments)
 
 
 def _kept_modules(model: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import base64
-import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from moerl.cluster.sockets import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.schema.rollout_config import NUM_PORTS
 from moerl.rollout.engines.argument_check import QuietParser, argument_problems, version_problems
-from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
+from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
@@ -28,9 +27,7 @@ from moerl.types.kept_vocabulary import KeptVocabulary
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
 
-SUPPORTED = sglang_launch.SUPPORTED
-
-OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for setting, argument in names.items()} | {
+OWN_ARGUMENTS = {argument: setting for setting, argument in sglang_launch.NAMES.items()} | {
     "load_format": "leave it out: weights come by a push",
     "host": "rollout.host",
     "port": "rollout.port",
@@ -60,7 +57,7 @@ _TURN_SECONDS = 0.002
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
-    if wrong := version_problems("sglang", ["sglang"], SUPPORTED):
+    if wrong := version_problems("sglang", ["sglang"], sglang_launch.SUPPORTED):
         return wrong
     return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="SGLang")
 
@@ -100,9 +97,8 @@ def _engine(options: Options, more: Mapping[str, Any] = MappingProxyType({})) ->
 
 def _own_arguments(options: Options) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
-    own = sglang_launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
+    own = sglang_launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), read_config(options.model))
     own["disable_shared_experts_fusion"] = True
-    own = with_overrides(own, sglang_launch.OVERRIDES, read_config(options.model), options.layout)
     if has_gpu:
         return own
     os.environ.update(sglang_cpu.environment(options.layout))

@@ -1,43 +1,36 @@
 """SGLang's arguments and environment for one node of a server, from moerl's settings. Imports neither torch nor SGLang."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Names, Options, names_of
+from moerl.rollout.engines.engine_arguments import Options, overrides
 
 SUPPORTED = ">=0.5.23,<0.6"
-TESTED = "0.5.23"
-"""Version that `moerl check` renders for, where no environment says which version it has."""
 
-NAMES: dict[str, Names] = {
-    SUPPORTED: {
-        "model.path": "model_path",
-        "model.max_context": "context_length",
-        "rollout.dtype": "dtype",
-        "rollout.max_running": "max_running_requests",
-        "rollout.prefill_chunk": "chunked_prefill_size",
-        "train.router_replay": "enable_return_routed_experts",
-        "rollout.layout.gpus": "tp_size",
-        "rollout.layout.gpus_per_node": "nnodes",
-        "rollout.layout.port": "dist_init_addr",
-        "rollout.layout.dp": "attn_dp_size",
-        "rollout.layout.ep": "ep_size",
-        "rollout.layout.all_to_all": "moe_a2a_backend",
-        "rollout.layout.redundant_experts": "ep_num_redundant_experts",
-        "rollout.layout.kv_cache": "kv_cache_dtype",
-        "rollout.layout.weights": "quantization",
-        "rollout.layout.memory_fraction": "mem_fraction_static",
-        "rollout.layout.mtp_tokens": "speculative_num_steps",
-        "rollout.layout.cuda_graph_requests": "cuda_graph_max_bs_decode",
-    }
+NAMES = {
+    "model.path": "model_path",
+    "model.max_context": "context_length",
+    "rollout.dtype": "dtype",
+    "rollout.max_running": "max_running_requests",
+    "rollout.prefill_chunk": "chunked_prefill_size",
+    "train.router_replay": "enable_return_routed_experts",
+    "rollout.layout.gpus": "tp_size",
+    "rollout.layout.gpus_per_node": "nnodes",
+    "rollout.layout.port": "dist_init_addr",
+    "rollout.layout.dp": "attn_dp_size",
+    "rollout.layout.ep": "ep_size",
+    "rollout.layout.all_to_all": "moe_a2a_backend",
+    "rollout.layout.redundant_experts": "ep_num_redundant_experts",
+    "rollout.layout.kv_cache": "kv_cache_dtype",
+    "rollout.layout.weights": "quantization",
+    "rollout.layout.memory_fraction": "mem_fraction_static",
+    "rollout.layout.mtp_tokens": "speculative_num_steps",
+    "rollout.layout.cuda_graph_requests": "cuda_graph_max_bs_decode",
 }
-"""Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
+"""The argument each setting becomes. A user's engine_args may not name any of them."""
 
 _SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
-
-OVERRIDES = "json_model_override_args"
-"""The argument that changes fields of config.json."""
 
 NCCL_MEMORY = ("NCCL_CUMEM_ENABLE", "-2")
 """Variable, and its value for NCCL's own choice, which the trainer's ranks have. Where it is not set SGLang sets it to 0
@@ -49,19 +42,35 @@ _DISPATCH_TOKENS = 128
 """SGLang's own number for DeepEP's kernels for latency (environ.py)."""
 
 
-def arguments(options: Options, version: str) -> dict[str, Any]:
-    """Arguments by name, with underscores. EngineError for a version that is not in NAMES."""
-    names, layout = names_of("sglang", NAMES, version), options.layout
-    sizes = {
+def arguments(options: Options, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with underscores, without those that are SGLang's defaults. `model`: its config.json."""
+    layout = options.layout
+    values = {
         "model.path": options.model,
         "model.max_context": positions_of_request(options),
         "rollout.dtype": options.dtype,
         "rollout.max_running": options.max_running,
         "rollout.prefill_chunk": options.prefill_chunk * layout.dp,
         "train.router_replay": options.returns_routes,
+        "rollout.layout.gpus": layout.gpus if layout.gpus > 1 else None,
+        "rollout.layout.dp": layout.dp if layout.dp > 1 else None,
+        "rollout.layout.ep": layout.ep if layout.ep > 1 else None,
+        "rollout.layout.all_to_all": "deepep" if layout.uses_deepep else None,
+        "rollout.layout.redundant_experts": layout.redundant_experts,
+        "rollout.layout.kv_cache": "fp8_e4m3" if layout.kv_cache == "fp8" else None,
+        "rollout.layout.weights": "fp8" if layout.weights == "fp8" else None,
+        "rollout.layout.memory_fraction": layout.memory_fraction,
+        "rollout.layout.mtp_tokens": layout.mtp_tokens or None,
+        "rollout.layout.cuda_graph_requests": layout.cuda_graph_requests or None,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "sampling_backend": "pytorch",
+        "enable_eplb": None if layout.redundant_experts is None else True,
+        "json_model_override_args": overrides(model, layout) or None,
+        **_modes(options),
     }
-    fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "skip_server_warmup": True, "sampling_backend": "pytorch"}
-    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
+    return {NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
 
 def positions_of_request(options: Options) -> int:
@@ -84,23 +93,6 @@ def environment(options: Options) -> dict[str, str]:
     return own
 
 
-def _spread(layout: ServerLayout) -> dict[str, Any]:
-    """Values by setting, without those that are SGLang's defaults."""
-    values = {
-        "gpus": layout.gpus if layout.gpus > 1 else None,
-        "dp": layout.dp if layout.dp > 1 else None,
-        "ep": layout.ep if layout.ep > 1 else None,
-        "all_to_all": "deepep" if layout.uses_deepep else None,
-        "redundant_experts": layout.redundant_experts,
-        "kv_cache": "fp8_e4m3" if layout.kv_cache == "fp8" else None,
-        "weights": "fp8" if layout.weights == "fp8" else None,
-        "memory_fraction": layout.memory_fraction,
-        "mtp_tokens": layout.mtp_tokens or None,
-        "cuda_graph_requests": layout.cuda_graph_requests or None,
-    }
-    return {f"rollout.layout.{name}": value for name, value in values.items() if value is not None}
-
-
 def _modes(options: Options) -> dict[str, Any]:
     """Arguments that go with a setting and have none of their own."""
     own: dict[str, Any] = {}
@@ -113,10 +105,6 @@ def _modes(options: Options) -> dict[str, Any]:
         if layout.weights == "dtype":
             # Without it experts in bfloat16 get a runner that takes no tokens from DeepEP (layers/moe/ep_moe/layer.py).
             own["moe_runner_backend"] = "deep_gemm"
-    if layout.redundant_experts is not None:
-        own["enable_eplb"] = True
-    if layout.weights == "fp8":
-        own[OVERRIDES] = {"quantization_config": FP8_BLOCKS}
     if layout.mtp_tokens:
         # A chain, not a tree, of drafts.
         own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}
@@ -127,15 +115,7 @@ def _modes(options: Options) -> dict[str, Any]:
             own["enable_draft_weights_cpu_backup"] = True  # all else comes by the push before it serves again
     if layout.cuda_graph_requests == 0:
         own |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    if layout.nodes > 1:
+        own["rollout.layout.gpus_per_node"], own["node_rank"] = layout.nodes, options.node_rank
+        own["rollout.layout.port"] = f"{options.head}:{layout.port}"
     return own
-
-
-def _node(options: Options, names: Names) -> dict[str, Any]:
-    layout = options.layout
-    if layout.nodes == 1:
-        return {}
-    return {
-        names["rollout.layout.gpus_per_node"]: layout.nodes,
-        "node_rank": options.node_rank,
-        names["rollout.layout.port"]: f"{options.head}:{layout.port}",
-    }

@@ -14,8 +14,8 @@ import torch
 
 from moerl.config.derive.model_shape import read_config
 from moerl.models.families.gpt_oss import layer_types
-from moerl.rollout.engines.argument_check import QuietParser, argument_problems, installed_version, version_problems
-from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
+from moerl.rollout.engines.argument_check import QuietParser, argument_problems, version_problems
+from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
@@ -29,12 +29,10 @@ logger = logging.getLogger(__name__)
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 """In vLLM's environment: where its processes' sockets are."""
-SUPPORTED = vllm_launch.SUPPORTED
-PACKAGES = ("vllm", "vllm-cpu")
 _WATCH_SECONDS = 1.0
 """Between two looks at whether vLLM's processes live."""
 
-OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for setting, argument in names.items()} | {
+OWN_ARGUMENTS = {argument: setting for setting, argument in vllm_launch.NAMES.items()} | {
     "load_format": "leave it out: weights come by a push",
     "skip_tokenizer_init": "leave it out: tokens in, tokens out",
     "logprobs_mode": "leave it out: log-probs are those of the sampling temperature",
@@ -63,7 +61,7 @@ FAILED = "a step of the push failed: "
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
-    if wrong := version_problems("vllm", PACKAGES, SUPPORTED):
+    if wrong := version_problems("vllm", ("vllm", "vllm-cpu"), vllm_launch.SUPPORTED):
         return wrong
     has_gpu = torch.cuda.is_available()
     problems = argument_problems(_parser(), arguments, own=OWN_ARGUMENTS | ({} if has_gpu else vllm_cpu.OWN_ARGUMENTS), engine="vLLM")
@@ -110,7 +108,7 @@ def vllm_arguments(options: Options) -> Any:
 def _own_arguments(options: Options) -> dict[str, Any]:
     model = read_config(options.model)
     shares = options.shares_gpus and torch.cuda.is_available()
-    own = vllm_launch.arguments(replace(options, shares_gpus=shares), installed_version(PACKAGES)) | {
+    own = vllm_launch.arguments(replace(options, shares_gpus=shares), model) | {
         "logprobs_mode": "raw_logprobs",
         "weight_transfer_config": {"backend": "moerl"},
         "worker_extension_cls": "moerl.rollout.engines.vllm.vllm_worker.WorkerExtension",
@@ -118,7 +116,6 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     }
     if options.layout.mtp_tokens:
         own["per_request_spec_decode_metrics"] = "summary"
-    own = with_overrides(own, vllm_launch.OVERRIDES, model, options.layout)
     if options.layout.nodes > 1:
         os.environ["VLLM_HOST_IP"] = options.host  # vLLM would take the address of the default route, which other nodes may not reach
     if not torch.cuda.is_available():
