@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from moerl.config.derive.model_configs import model_config, routes_to_replay
 from moerl.config.rules.engine_rules import interpreter
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.engines.engine_arguments import Options, as_command_line
+from moerl.rollout.engines.engine_arguments import as_command_line, options_of, server_parser
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
 
@@ -71,23 +71,11 @@ _ANY_PORT = 25000
 """Port in what is printed, for one that is chosen at the start."""
 
 
-def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[str, str], list[str]]:
-    """(environment, command line) that moerl gives the first node's engine on GPUs, without what the server
-    adds to receive weights."""
-    layout = config.rollout.layout
-    options = Options(
-        model=model_dir,
-        dtype=config.rollout_dtype,
-        max_context=config.model.max_context,
-        max_running=config.rollout.max_running,
-        prefill_chunk=config.rollout.prefill_chunk,
-        returns_routes=routes_to_replay(config) is not None,
-        shares_gpus=num_shared(config) > 0,
-        pushes_mtp=config.pushes_mtp,
-        engine_args=config.rollout.engine_args,
-        layout=layout if layout.port else replace(layout, port=_ANY_PORT),
-        head=head,
-    )
+def _engine_line(config: RunConfig, command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(environment, command line) that the process of `command` gives its engine on GPUs, without what it adds to receive weights."""
+    options = options_of(server_parser(config.rollout.engine).parse_args(command[3:]))
+    if options.layout.port == 0:
+        options = replace(options, layout=replace(options.layout, port=_ANY_PORT))
     launch = _LAUNCH[config.rollout.engine]
     environment = sglang.environment(options) if launch is sglang else {}
     return environment, as_command_line(launch.arguments(options, model_config(config.model)) | config.rollout.engine_args)
@@ -105,8 +93,9 @@ def described(config: RunConfig) -> Iterator[str]:
         else f"each server     {layout.gpus} GPUs: {spread}"
     )
     model = Path("MODEL" if config.model.path is None else config.model.path)
-    environment, line = engine_line(config, model, head="HEAD")
-    yield f"node 0 runs     {shlex.join(server_command(config, model, 0, head='HEAD'))}"
+    command = server_command(config, model, 0, head="HEAD")
+    environment, line = _engine_line(config, command)
+    yield f"node 0 runs     {shlex.join(command)}"
     yield f"which is        {shlex.join([*(f'{name}={value}' for name, value in environment.items()), rollout.engine, *line])}"
     if layout.nodes > 1:
         port = f"; port {_ANY_PORT} stands for one that is free there, added as --head-port" if layout.port == 0 else ""

@@ -13,8 +13,7 @@ from moerl.config.load import build, load
 from moerl.config.rules import engine_rules
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.summary import summary
-from moerl.rollout.engines.engine_arguments import as_command_line
-from moerl.rollout.engines.engine_process import _parse
+from moerl.rollout.engines.engine_arguments import as_command_line, server_parser
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
 from moerl.rollout.server_commands import described, server_command
@@ -95,7 +94,7 @@ def test_an_engine_without_an_environment_of_its_own_has_no_command_to_print():
 
 def test_a_servers_command_brings_its_layout_and_place_to_its_process():
     config = load([f"recipe={RECIPES['deepseek-v3']}"])
-    parsed = _parse("sglang", server_command(config, Path("MODEL"), 2, node_rank=5, head="node-16")[3:])
+    parsed = server_parser("sglang").parse_args(server_command(config, Path("MODEL"), 2, node_rank=5, head="node-16")[3:])
     assert parsed.layout == config.rollout.layout
     assert (parsed.node_rank, parsed.head, parsed.max_running) == (5, "node-16", 1024)
 

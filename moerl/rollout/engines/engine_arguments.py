@@ -1,4 +1,4 @@
-"""Settings that an engine is given, and how its arguments are written on its command line."""
+"""Settings that a server and its engine are given, and how both are written on a command line."""
 
 import argparse
 import json
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.families.parts.config_fields import num_mtp_layers
@@ -43,6 +45,41 @@ class Options:
     """Host of node 0 of this server."""
     host: str = "127.0.0.1"
     """Address of this node, at which the other nodes of this server reach it."""
+
+
+def add_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+    """Options of every server. `is_required`: those without a default."""
+    parser.add_argument("--model", type=Path, required=is_required, help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-context", type=int, required=is_required, help="prompt and response together, in tokens")
+    parser.add_argument("--max-running", type=int, required=is_required, help="requests decoded together")
+    parser.add_argument("--prefill-chunk", type=int, required=is_required, help="prompt tokens computed per iteration")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument("--tls", type=Path, nargs=2, metavar=("CERTIFICATE", "KEY"), help="files in PEM; without: HTTP, not encrypted")
+
+
+def server_parser(name: str) -> argparse.ArgumentParser:
+    """Options of the server process of an engine with an environment of its own; `name`: as in engine_process.main."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m moerl.rollout.engines.{name}.{name}_server", description=f"Serve a model with {name} for rollouts."
+    )
+    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
+    parser.add_argument("--model-config", type=json.loads, default="null", help="JSON of the model's config.json, for --check")
+    add_options(parser, is_required=False)
+    parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
+    parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
+    parser.add_argument("--pushes-mtp", action="store_true", help="pushes bring the layers it drafts with, which else are the checkpoint's")
+    parser.add_argument("--engine-args", type=json.loads, default="{}", help="JSON: the engine's own arguments by name")
+    parser.add_argument("--layout", type=TypeAdapter(ServerLayout).validate_json, default="{}", help="JSON: rollout.layout")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
+    parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
+    parser.add_argument("--head-port", type=int, help="there, where the nodes meet; default: the layout's")
+    return parser
+
+
+def options_of(parsed: argparse.Namespace) -> Options:
+    return Options(**{name: getattr(parsed, name) for name in Options.__slots__})
 
 
 def overrides(model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""The server process around an engine: its options, and from them to the first request. Runs in the engine's environment."""
+"""The server process around an engine, from its options to the first request. Runs in the engine's environment."""
 
-import argparse
 import asyncio
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +9,11 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_arguments import Options
+from moerl.rollout.engines.engine_arguments import Options, options_of, server_parser
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.limits import Limits
-from moerl.rollout.server.server_main import add_options, private_stdout, running, serve
+from moerl.rollout.server.server_main import private_stdout, running, serve
 from moerl.types.errors import EngineError, Problem
 
 PROBLEMS = TypeAdapter(list[Problem])
@@ -32,14 +29,14 @@ def main(
     """`name`: of the package after moerl.rollout.engines. `start` runs in the event loop and returns when the engine has loaded the model.
     `follow`: instead of it on a server's other nodes; returns when the server ends. `most_left`: entries that it says top-k and top-p left
     of a token, at most; None: it says nothing of them."""
-    parsed = _parse(name)
+    parsed = server_parser(name).parse_args()
     ready = private_stdout()
     if parsed.check:
         ready.write(PROBLEMS.dump_json(find_problems(parsed.engine_args, parsed.model_config)))
         return
     if parsed.head_port is not None:
         parsed.layout = replace(parsed.layout, port=parsed.head_port)
-    options = Options(**{name: getattr(parsed, name) for name in Options.__slots__})
+    options = options_of(parsed)
     with running(ready) as secret:
         if problems := find_problems(options.engine_args, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
@@ -56,21 +53,3 @@ def _start(options: Options, start: Callable[[Options], Core], most_left: int | 
     routes = shape_of_config(model).routes if options.returns_routes else None
     sizes = {"max_context": options.max_context, "vocab_size": model["vocab_size"]}
     return start(options), Limits(**sizes, routes=routes, has_sets=most_left is not None, most_left=most_left)
-
-
-def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m moerl.rollout.engines.{name}.{name}_server", description=f"Serve a model with {name} for rollouts."
-    )
-    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
-    parser.add_argument("--model-config", type=json.loads, default="null", help="JSON of the model's config.json, for --check")
-    add_options(parser, is_required=False)
-    parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
-    parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
-    parser.add_argument("--pushes-mtp", action="store_true", help="pushes bring the layers it drafts with, which else are the checkpoint's")
-    parser.add_argument("--engine-args", type=json.loads, default="{}", help="JSON: the engine's own arguments by name")
-    parser.add_argument("--layout", type=TypeAdapter(ServerLayout).validate_json, default="{}", help="JSON: rollout.layout")
-    parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
-    parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
-    parser.add_argument("--head-port", type=int, help="there, where the nodes meet; default: the layout's")
-    return parser.parse_args(line)

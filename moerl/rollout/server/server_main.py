@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -80,18 +79,6 @@ class _ChildServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._state.close()
         await super().shutdown(sockets)
-
-
-def add_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
-    """Options of every server. `is_required`: those without a default."""
-    parser.add_argument("--model", type=Path, required=is_required, help="directory of a Hugging Face checkpoint")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--max-context", type=int, required=is_required, help="prompt and response together, in tokens")
-    parser.add_argument("--max-running", type=int, required=is_required, help="requests decoded together")
-    parser.add_argument("--prefill-chunk", type=int, required=is_required, help="prompt tokens computed per iteration")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free port")
-    parser.add_argument("--tls", type=Path, nargs=2, metavar=("CERTIFICATE", "KEY"), help="files in PEM; without: HTTP, not encrypted")
 
 
 @contextmanager

@@ -19,13 +19,14 @@ keep_table()  # not in the package's __init__: environments of other engines, wh
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from moerl.rollout.engines.engine_arguments import add_options
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.fp8_weights import FP8Weights
 from moerl.rollout.engines.hf.hf_core import HFCore
 from moerl.rollout.engines.hf.hf_model import checkpoint_views, load_model, tensor_specs
 from moerl.rollout.engines.hf.scheduler import Scheduler
 from moerl.rollout.server.limits import Limits
-from moerl.rollout.server.server_main import add_options, private_stdout, running, serve
+from moerl.rollout.server.server_main import private_stdout, running, serve
 from moerl.weights.plan.fp8_pairs import in_fp8
 from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import copy_into
