@@ -1,6 +1,6 @@
 """Rollout engines of a run, from its configuration."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ def build_engines(
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
     configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `placement` None: every
     node of each is this host."""
-    build = ENGINES[config.rollout.engine]
-    servers = [_nodes(config, placement, index) for index in range(config.rollout.num_servers)]
-    return [build(config, model_dir, log_dir, index, nodes, secret) for index, nodes in enumerate(servers)]
+    numbers = range(config.rollout.num_servers)
+    if config.rollout.traits.runs_in_driver:
+        return [_fake(config, model_dir, index) for index in numbers]
+    return [_server(config, model_dir, log_dir, index, _nodes(config, placement, index), secret) for index in numbers]
 
 
 def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:
@@ -50,8 +51,8 @@ def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> No
     return NodeOfServer(host=host, process=process, node_id=place.node.id)
 
 
-def _build_server(
-    config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer], secret: RunSecret
+def _server(
+    config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: Sequence[NodeOfServer], secret: RunSecret
 ) -> RolloutEngine:
     """A process on every node of the server."""
     model_dir, head = model_dir.absolute(), nodes[0].host
@@ -70,9 +71,7 @@ def _build_server(
     )
 
 
-def _build_fake(
-    config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer], secret: RunSecret
-) -> RolloutEngine:
+def _fake(config: RunConfig, model_dir: Path, index: int) -> RolloutEngine:
     # torch and transformers are imported for this engine only.
     import torch
 
@@ -86,11 +85,3 @@ def _build_fake(
         expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype), fp8=config.rollout.layout.weights == "fp8"),
         max_running=config.rollout.max_running,
     )
-
-
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, int, list[NodeOfServer], RunSecret], RolloutEngine]] = {
-    "hf": _build_server,
-    "vllm": _build_server,
-    "sglang": _build_server,
-    "fake": _build_fake,
-}
