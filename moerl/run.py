@@ -49,9 +49,8 @@ from moerl.planner.compare_run import explained
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rewards.reward_pool import RewardPool
-from moerl.rollout.build_engines import build_engines
+from moerl.rollout.build_engines import build_collector, build_engines
 from moerl.rollout.datasets.load_dataset import load_dataset
-from moerl.rollout.fleet.build_collector import build_collector
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.group_runner import GroupRunner
 from moerl.rollout.prompts import PromptSource

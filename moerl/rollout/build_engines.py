@@ -1,4 +1,4 @@
-"""Rollout engines of a run, from its configuration."""
+"""Rollout engines of a run, and who receives what they answer, from its configuration."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,9 +7,12 @@ from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
+from moerl.config.derive.collectors import collectors_per_server, num_collectors
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.schema.run_config import RunConfig
+from moerl.rollout.fleet.collector import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.rollout.server.limits import Limits
@@ -17,6 +20,7 @@ from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NewProcess, NodeOfServer
 from moerl.rollout.server_commands import port_of, server_command
+from moerl.types.stored import keep
 
 
 def build_engines(
@@ -29,6 +33,30 @@ def build_engines(
     if config.rollout.traits.runs_in_driver:
         return [_fake(config, model_dir, index) for index in numbers]
     return [_server(config, model_dir, log_dir, index, _nodes(config, placement, index), secret) for index in numbers]
+
+
+def build_collector(
+    config: RunConfig, model_dir: Path, decoder: Decoder, secret: RunSecret, *, placement: RunPlacement | None = None
+) -> Collector:
+    """Receiver of completions: this process those of engines inside it, Ray actors on the servers' nodes those of servers. Train ranks can
+    fetch them."""
+    rollout = config.rollout
+    intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
+    if rollout.traits.runs_in_driver:
+        return LocalCollector(intake, keep=keep)
+    # Ray is imported for this one only.
+    from moerl.rollout.fleet.ray_collectors import RayCollectors
+
+    return RayCollectors(
+        intake,
+        secret=secret,
+        num_actors=num_collectors(config),
+        per_server=collectors_per_server(config),
+        nodes=() if placement is None else list(dict.fromkeys(places[0].node.id for places in placement.servers)),
+        start_seconds=config.deadlines.start_seconds,
+        max_restarts=rollout.max_restarts,
+        authority=rollout.authority,
+    )
 
 
 def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:
