@@ -13,6 +13,7 @@ from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.fleet.collector import Collector, Decoder, Intake, LocalCollector
+from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.rollout.server.limits import Limits
@@ -44,9 +45,6 @@ def build_collector(
     intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
     if rollout.traits.runs_in_driver:
         return LocalCollector(intake, keep=keep)
-    # Ray is imported for this one only.
-    from moerl.rollout.fleet.ray_collectors import RayCollectors
-
     return RayCollectors(
         intake,
         secret=secret,
