@@ -8,12 +8,14 @@ parameter that no copy reached has values of its own, which no digest of what wa
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from moerl.models.fp8_blocks import round_up_to_power_of_two
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.spec_tensors import torch_dtype
@@ -57,12 +59,7 @@ class InstalledBytes:
         """WeightError for those of the model's parameters, by name, that got nothing since `begin`. When everything has come: where it
         went is forgotten, as engines free some of that memory after a push."""
         self._places.clear()
-        missed = [name for name, parameter in parameters if parameter.numel() and memory_of(parameter) not in self._reached]
-        if missed:
-            raise WeightError(
-                f"{len(missed)} parameters of the engine's model got nothing of the push: {first_few(missed)}. It has more of them than "
-                "the checkpoint, or its loader lost some; it would compute with values nobody sent"
-            )
+        refuse_missed([name for name, parameter in parameters if parameter.numel() and memory_of(parameter) not in self._reached])
 
     def takes_whole(self, name: str) -> bool:
         """Whether the loader must have this tensor's values, and not only its shape, to put it into the model."""
@@ -96,6 +93,24 @@ class InstalledBytes:
                 "what it loads; engine arguments that change the weights' format are not supported"
             )
         return [place for target, source in copies for place in places_of(target, source, tensor)]
+
+
+def refuse_missed(names: Collection[str]) -> None:
+    """WeightError for parameters of an engine's model that no copy reached, if there are any."""
+    if names:
+        raise WeightError(
+            f"{len(names)} parameters of the engine's model got nothing of the push: {first_few(names)}. It has more of them than "
+            "the checkpoint, or its loader lost some; it would compute with values nobody sent"
+        )
+
+
+def check_powers_of_two(name: str, tensor: torch.Tensor, engine: str) -> None:
+    """WeightError for scales of a push that DeepGEMM's kernels could only take rounded up, and the values rounded once more with them."""
+    if name.endswith(SCALE_SUFFIX) and not tensor.equal(round_up_to_power_of_two(tensor)):
+        raise WeightError(
+            f"tensor {name!r}: {engine}'s kernels on this GPU take scales that are powers of two (UE8M0), and it would round these, and "
+            "the values with them; name the GPU of the servers as placement.gpu, and they are made so"
+        )
 
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from moerl.models.fp8_names import SCALE_SUFFIX
-from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights, with_draft
+from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights, check_powers_of_two, with_draft
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.rollout.engines.sglang import sglang_fp8, sglang_patches, sglang_weight_memory
 from moerl.types.errors import WeightError

@@ -23,15 +23,13 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from moerl.models.fp8_blocks import round_up_to_power_of_two
-from moerl.rollout.engines.check_scales import check_powers_of_two
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
-from moerl.rollout.engines.installed_bytes import LoadWeights, memory_of, with_draft
+from moerl.rollout.engines.installed_bytes import LoadWeights, check_powers_of_two, memory_of, refuse_missed, with_draft
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
-from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import Place, Start
 from moerl.weights.weight_session import WeightSession
@@ -107,11 +105,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._on_cpu = device.type == "cpu"
         self._draft: torch.nn.Module | None = None
-        self._installed = LayerwiseBytes(through_loaders(model), self._verify)
         expected = specs_of(vllm_config, vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
         loader = Loader(load=self._load, takes_whole=lambda name: True, settle=self._finish)
         self._session = WeightSession(expected, loader, needs=needs, device=device)
+        self._installed = LayerwiseBytes(through_loaders(model), self._session.verify)
         self.failures: tuple[str, ...] = ()
         """Failures of the last step, of all workers."""
 
@@ -119,7 +117,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """`draft`: the model that drafts. It has layers after the model's last, and shares the embedding and the output layer."""
         self._draft, num_layers = draft, self.model_config.hf_config.num_hidden_layers
         load_weights = with_draft(through_loaders(self.model), through_loaders(draft), num_layers)
-        self._installed = LayerwiseBytes(load_weights, self._verify)
+        self._installed = LayerwiseBytes(load_weights, self._session.verify)
 
     @property
     def _loaded(self) -> torch.nn.Module:
@@ -145,9 +143,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if is_deep_gemm_e8m0_used():
             check_powers_of_two(name, tensor, "vLLM")
         return self._installed(name, tensor)
-
-    def _verify(self, name: str, places: list[Place]) -> None:
-        self._session.verify(name, places)
 
     def _together(self, step: Callable[[], None]) -> None:
         failure, group = "", get_tp_group()
@@ -260,11 +255,7 @@ def check_reached(model: torch.nn.Module) -> None:
             else:
                 reached.add(memory)
     # An output layer that is tied to the embedding has its memory; what was repacked has none.
-    if names := [name for name, memory in missed.items() if memory == 0 or memory not in reached]:
-        raise WeightError(
-            f"{len(names)} parameters of the engine's model got nothing of the push: {first_few(names)}. It has more of them than "
-            "the checkpoint, or its loader lost some; it would compute with values nobody sent"
-        )
+    refuse_missed([name for name, memory in missed.items() if memory == 0 or memory not in reached])
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any, *, on_cpu: bool) -> None:
