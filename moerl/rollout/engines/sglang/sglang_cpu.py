@@ -177,7 +177,7 @@ def _stub_triton() -> None:
     stubs: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = stubs
     spec.loader.exec_module(stubs)
-    stubs.sys = _Apple(sys)
+    stubs.sys = types.SimpleNamespace(**vars(sys) | {"platform": "darwin"})
     stubs.platform = types.SimpleNamespace(machine=lambda: "arm64")
     stubs._patch_non_blocking = lambda: None
     real = sys.modules["torch"]
@@ -189,18 +189,6 @@ def _stub_triton() -> None:
     finally:
         sys.modules["torch"] = real
     stubs.sys = sys
-
-
-class _Apple:
-    """The module sys, on another platform."""
-
-    platform = "darwin"
-
-    def __init__(self, real: types.ModuleType):
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 def _allocate(
