@@ -12,7 +12,7 @@ from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec
 from moerl.weights.plan.spec_tensors import CPU, box_of, torch_dtype, view_as
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receiver_protocol import Loader
-from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage
+from moerl.weights.verify.diagnose import Installed, describe_absent, explain_damage
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Part, Place, Start, parts_of
 
@@ -161,8 +161,7 @@ class Installation:
         parts = parts_of(places, piece.start, received)
         found = found_digest(parts, received, piece.digest) if parts else piece.digest
         if found != piece.digest:
-            damage = Damage(spec=spec, piece=piece, received=tensor_digest(received), installed=found)
-            raise WeightError(explain_damage(damage, self.manifest, self._last))
+            raise WeightError(explain_damage(spec, piece, self.manifest, self._last, received=tensor_digest(received), installed=found))
         if parts:
             self.digests[spec.name, piece.start] = found
 

@@ -16,18 +16,6 @@ EXPERT_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """A piece of a tensor whose installed bytes are not the trainer's, by the digests on its way."""
-
-    spec: TensorSpec
-    """The tensor's."""
-    piece: Piece
-    received: str
-    """Digest of what arrived, before the engine's loader had it."""
-    installed: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """Tensors that a session verified in its last complete push; nothing before the first."""
 
@@ -36,12 +24,14 @@ class Installed:
     """Digest of every piece, by the tensor's name and where it begins."""
 
 
-def explain_damage(damage: Damage, manifest: Manifest, last: Installed) -> str:
-    spec, piece = damage.spec, damage.piece
+def explain_damage(spec: TensorSpec, piece: Piece, manifest: Manifest, last: Installed, *, received: str, installed: str) -> str:
+    """About a piece of a tensor whose installed bytes are not the trainer's. `received`: digest of what arrived, before the engine's loader
+    had it."""
     where = "" if piece.shape == spec.shape else f"{list(piece.shape)} at {list(piece.start)} of "
     return (
         f"tensor {spec.name!r} ({where}{spec.dtype}{list(spec.shape)}{_ranks(piece.ranks)}): the installed bytes have digest "
-        f"{damage.installed}, the trainer's {piece.digest}. Likely cause: {_cause(damage, manifest, last)}; this engine must not serve"
+        f"{installed}, the trainer's {piece.digest}. Likely cause: {_cause(spec.name, piece, manifest, last, received, installed)}; "
+        "this engine must not serve"
     )
 
 
@@ -67,17 +57,17 @@ def describe_absent(names: Iterable[str], pieces: Pieces) -> str:
     return first_few(_named(name, pieces) for name in names)
 
 
-def _cause(damage: Damage, manifest: Manifest, last: Installed) -> str:
-    name, found, expected = damage.spec.name, damage.installed, damage.piece.digest
-    where = "by the engine's loader" if damage.received == expected else "on the way from the trainer's ranks to this server"
-    if others := [other for other, pieces in manifest.pieces.items() if any(piece.digest == found for piece in pieces)]:
+def _cause(name: str, piece: Piece, manifest: Manifest, last: Installed, received: str, found: str) -> str:
+    by_loader = received == piece.digest
+    where = "by the engine's loader" if by_loader else "on the way from the trainer's ranks to this server"
+    if others := [other for other, pieces in manifest.pieces.items() if any(each.digest == found for each in pieces)]:
         is_expert = any(_without_expert(other) == _without_expert(name) for other in others)
         kind = "experts exchanged" if is_expert else "tensors exchanged"
-        left = "" if damage.received == expected else ", which a rank that leaves this tensor out of its bucket finds in the buffer"
+        left = "" if by_loader else ", which a rank that leaves this tensor out of its bucket finds in the buffer"
         return f"{kind} {where}: these are the bytes of {describe_absent(others, manifest.pieces)}{left}"
-    if last.digests.get((name, damage.piece.start)) == found:
+    if last.digests.get((name, piece.start)) == found:
         return f"stale bytes: they are those of version {last.version}, so that a bucket was not filled or not read anew {where}"
-    if damage.received == expected:
+    if by_loader:
         return "the engine's loader changed them (cast, transposed, wrong slice, flipped bits)"
     return f"bytes damaged {where}: bits flipped, a buffer overwritten while it was read, or a tensor left out of its bucket"
 
