@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
+from moerl.weights.installation import Loader
 from moerl.weights.plan.spec_tensors import torch_dtype
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import copy_into
 from moerl.weights.weight_session import WeightSession
 

@@ -1,7 +1,7 @@
 """Tensors of one push on their way into a model: pieces are loaded as they come, or joined where the engine's loader wants a tensor whole,
 and compared with what the trainer sent where they then lie."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -11,7 +11,6 @@ from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec
 from moerl.weights.plan.spec_tensors import CPU, box_of, torch_dtype, view_as
 from moerl.weights.plan.tensor_specs import first_few
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.diagnose import Installed, describe_absent, explain_damage
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Part, Place, Start, parts_of
@@ -20,6 +19,21 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 DEVICE_BYTES = 2 * 256 * 2**20
 """Two buckets of weights.bucket_bytes as it is by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """How tensors get into a model."""
+
+    load: Callable[[str, Start, torch.Tensor], Sequence[Place] | None]
+    """(name of a tensor in checkpoints, where a piece of it begins, the piece): copies into the model what this process holds of it, and
+    returns where that lies, possibly with all else that it holds of the tensor. The piece's memory is the sender's or the network's: it
+    must not be kept. A tensor that is taken whole is one piece, in memory that may be kept; None: it is, and is copied later, after which
+    WeightSession.verify must be called."""
+    takes_whole: Callable[[str], bool] = lambda name: False
+    """Whether `load` takes no pieces of a tensor."""
+    settle: Callable[[], None] = lambda: None
+    """Called when everything has come, before the push is finished."""
 
 
 class Assembly:

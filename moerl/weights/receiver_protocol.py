@@ -1,15 +1,8 @@
-"""Server's side of a weight push: the verbs that the driver calls, and how an engine's process takes tensors. Imports no torch."""
+"""Server's side of a weight push: the verbs that the driver calls. Imports no torch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from moerl.types.push import Manifest, Needs, TransportOffer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moerl.weights.verify.places import Place, Start
 
 
 class WeightSink(Protocol):
@@ -37,18 +30,3 @@ class WeightReceiver(WeightSink, Protocol):
     async def finish(self, version: int, push_id: str) -> None:
         """Every tensor that a process needs must have been installed once; then the engine serves `version`, and every completion says
         with which `push_id` its weights came: a nonce of this push to this receiver."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loader:
-    """How tensors get into a model."""
-
-    load: "Callable[[str, Start, Tensor], Sequence[Place] | None]"
-    """(name of a tensor in checkpoints, where a piece of it begins, the piece): copies into the model what this process holds of it, and
-    returns where that lies, possibly with all else that it holds of the tensor. The piece's memory is the sender's or the network's: it
-    must not be kept. A tensor that is taken whole is one piece, in memory that may be kept; None: it is, and is copied later, after which
-    WeightSession.verify must be called."""
-    takes_whole: Callable[[str], bool] = lambda name: False
-    """Whether `load` takes no pieces of a tensor."""
-    settle: Callable[[], None] = lambda: None
-    """Called when everything has come, before the push is finished."""

@@ -14,10 +14,9 @@ import torch
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, Manifest, TensorSpec, TransportOffer
-from moerl.weights.installation import Installation
+from moerl.weights.installation import Installation, Loader
 from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.plan.tensor_specs import manifest_difference
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskReader, Read
 from moerl.weights.transport.gpu_transport import finished
 from moerl.weights.transport.links import Borrower, rank_key

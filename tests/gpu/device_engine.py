@@ -10,9 +10,9 @@ import torch
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
+from moerl.weights.installation import Loader
 from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into
 from moerl.weights.weight_session import WeightSession

@@ -35,9 +35,9 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.train.rank_calls import RankCalls
 from moerl.types.errors import CheckpointError, ConfigError, HangError, Origin, ResidencyError, StoreError, TrainError
 from moerl.types.exit_codes import ExitCode
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
 from moerl.weights.weight_session import WeightSession

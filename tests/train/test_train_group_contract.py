@@ -25,9 +25,9 @@ from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ResidencyError, WeightError
 from moerl.types.push import TensorSpec
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.places import place_of_all
 from moerl.weights.weight_session import WeightSession

@@ -13,7 +13,7 @@ import torch
 
 import moerl.rollout.engines.hf.__main__ as server
 from moerl.types.push import TensorSpec
-from moerl.weights.receiver_protocol import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start, copy_into
 from moerl.weights.weight_session import WeightSession
 

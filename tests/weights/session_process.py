@@ -14,11 +14,11 @@ from local_source import LocalSource
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, Transport, TransportOffer
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import Job, manifest_of
 from moerl.weights.plan.run_plan import plan_deliveries
 from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into
 from moerl.weights.weight_session import WeightSession

@@ -8,9 +8,9 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
 from moerl.weights import installation, send
+from moerl.weights.installation import Loader
 from moerl.weights.plan.buckets import ALIGNMENT
 from moerl.weights.plan.spec_tensors import box_of
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import copy_into, place_of_all

@@ -11,8 +11,8 @@ from moerl.rollout.engines.installed_bytes import InstalledBytes
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights import installation
+from moerl.weights.installation import Loader
 from moerl.weights.plan.spec_tensors import box_of, spec_of
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.sync import WeightSync
 from moerl.weights.weight_session import WeightSession
 

@@ -22,8 +22,8 @@ from moerl.rollout.server.server_state import ServerState
 from moerl.types.completion import Completion, FinishReason, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
+from moerl.weights.installation import Loader
 from moerl.weights.push_calls import in_thread
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import Place, Start, copy_into
 from moerl.weights.weight_session import WeightSession
 

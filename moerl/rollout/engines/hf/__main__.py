@@ -27,8 +27,8 @@ from moerl.rollout.engines.hf.hf_model import checkpoint_views, load_model, tens
 from moerl.rollout.engines.hf.scheduler import Scheduler
 from moerl.rollout.server.limits import Limits
 from moerl.rollout.server.server_main import private_stdout, running, serve
+from moerl.weights.installation import Loader
 from moerl.weights.plan.fp8_pairs import in_fp8
-from moerl.weights.receiver_protocol import Loader
 from moerl.weights.verify.places import copy_into
 from moerl.weights.weight_session import WeightSession
 

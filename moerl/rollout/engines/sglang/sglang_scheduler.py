@@ -16,7 +16,7 @@ from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.rollout.engines.sglang import sglang_fp8, sglang_patches, sglang_weight_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
-from moerl.weights.receiver_protocol import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start
 from moerl.weights.weight_session import WeightSession
 

@@ -30,7 +30,7 @@ from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
-from moerl.weights.receiver_protocol import Loader
+from moerl.weights.installation import Loader
 from moerl.weights.verify.places import Place, Start
 from moerl.weights.weight_session import WeightSession
 
