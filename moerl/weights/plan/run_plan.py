@@ -9,8 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
-from typing import NamedTuple
+from itertools import accumulate, cycle
 
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
@@ -160,15 +159,6 @@ def _experts(names: Sequence[str]) -> frozenset[str]:
     return frozenset(name for name in names if expert_of(name) is not None)
 
 
-class _Server(NamedTuple):
-    """Part of a server in what the plan follows from."""
-
-    needs: Needs
-    nodes: tuple[str, ...] | None
-    gpus: tuple[int, ...] | None
-    rails: tuple[int, ...] | None
-
-
 class KeptPlan:
     """Plan of a run's pushes, made once: it takes seconds of the driver for the largest models, and a server that ends or starts again
     changes nothing in it but who is there. It is for the most servers that have been there so far; that for some of them follows."""
@@ -177,8 +167,8 @@ class KeptPlan:
         self.outline: Outline | None = None
         """Outline of the trainer, asked for once; None: ask."""
         self._trainer: object = None
-        self._servers: dict[str, _Server] = {}
-        """By name, in their order."""
+        self._servers: dict[str, tuple[Needs, object, object, object]] = {}
+        """By name, in their order: their needs, nodes, GPUs and rails."""
         self._found: Deliveries | None = None
 
     def of(
@@ -187,25 +177,22 @@ class KeptPlan:
         """As plan_deliveries, of the outline."""
         assert self.outline is not None, "it is asked for before"
         trainer = (self.outline, nodes is None, ranks and (ranks.nodes, ranks.gpus), rails and rails.senders)
-        servers = dict(_of_servers(needs, nodes, ranks, rails))
+        firsts = accumulate(map(len, needs.values()), initial=0)
+        servers = {
+            name: (
+                processes,
+                nodes and tuple(nodes[name]),
+                ranks and tuple(ranks.server_gpus[name]),
+                rails and rails.readers[first:][: len(processes)],
+            )
+            for first, (name, processes) in zip(firsts, needs.items(), strict=False)
+        }
         is_part = servers.items() <= self._servers.items() and [name for name in self._servers if name in servers] == list(servers)
         if self._found is None or not is_part or trainer != self._trainer:
             self._found = plan_deliveries(self.outline, needs, nodes, ranks, rails)
             self._trainer, self._servers = trainer, servers
         if len(servers) == len(self._servers):
             return self._found
-        owners = [name for name, server in self._servers.items() for _ in server.needs]
+        owners = [name for name, (processes, *_) in self._servers.items() for _ in processes]
         there = [number for number, name in enumerate(owners) if name in servers]
         return restricted(self._found, {before: number for number, before in enumerate(there)})
-
-
-def _of_servers(
-    needs: Mapping[str, Needs], nodes: Nodes | None, ranks: RankPlaces | None, rails: Rails | None
-) -> Iterator[tuple[str, _Server]]:
-    first = 0
-    for name, processes in needs.items():
-        own_nodes = None if nodes is None else tuple(nodes[name])
-        own_gpus = None if ranks is None else tuple(ranks.server_gpus[name])
-        own_rails = None if rails is None else rails.readers[first : first + len(processes)]
-        yield name, _Server(needs=processes, nodes=own_nodes, gpus=own_gpus, rails=own_rails)
-        first += len(processes)
