@@ -100,13 +100,7 @@ class WeightSession:
         self._lock = threading.Lock()
         self._incoming: Incoming | None = None
         self._push: Installation | None = None
-        self._version: int | None = None
         self._last = Installed()
-
-    @property
-    def version(self) -> int | None:
-        """Version of the last verified push; None before it, and from begin until finish, when the model holds a mixture."""
-        return self._version
 
     def connect(self, offer: TransportOffer) -> None:
         """Returns when this process has connected to those that it gets buckets from; nccl: when all senders and readers have joined."""
@@ -117,7 +111,7 @@ class WeightSession:
     def begin(self, manifest: Manifest) -> None:
         """Refuses a manifest that does not name exactly the expected tensors with their shapes and dtypes, each with all of its pieces."""
         with self._exclusive():
-            self._push, self._version = None, None
+            self._push = None
             if difference := manifest_difference(self._expected.values(), manifest.tensors):
                 raise WeightError(explain_difference(manifest, difference, self._expected))
             self._push = Installation(self._expected, self.needs, self._loader, manifest, self._last)
@@ -151,7 +145,7 @@ class WeightSession:
             push.check_copied()
             if self._incoming is not None:
                 self._incoming.rest()
-            self._push, self._version = None, version
+            self._push = None
             self._last = Installed(version=version, digests=push.digests)
 
     def close(self) -> None:
@@ -166,7 +160,7 @@ class WeightSession:
             try:
                 yield
             except BaseException:
-                self._push, self._version = None, None
+                self._push = None
                 self._disconnect()
                 raise
 

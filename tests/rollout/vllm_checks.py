@@ -150,7 +150,7 @@ def check_a_worker_that_sleeps_keeps_no_copy_of_what_a_push_brings_and_all_else(
     worker = SleepingWorker(model, {"weights": weights, "runtime": [graph], "kv_cache": [cache]})
     with worker.on_cpu():
         worker.before_sleep(True)
-        kept = worker._away.num_bytes
+        kept = sum(copy.nbytes for _, copy in worker._away._kept)
         worker.sleep(level=2)
         copied = worker.copied
         worker.wake_up(["weights"])

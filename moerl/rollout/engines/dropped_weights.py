@@ -28,10 +28,6 @@ class UnsentTensors:
         storages = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors}
         self._kept = [(_bytes(each), _bytes(each).to("cpu", copy=True)) for at, each in storages.items() if at and at not in dropped]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(copy.nbytes for _, copy in self._kept)
-
     def restore(self) -> None:
         """At the same addresses, where captured graphs read them."""
         for memory, copy in self._kept:
