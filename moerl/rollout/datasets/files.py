@@ -12,22 +12,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moerl.config.schema.data_config import FileData
 from moerl.rollout.datasets.dataset import Complaints, Row
 from moerl.types.errors import Problem, can_be, problem
 from moerl.types.json_text import parse_json
-
-
-class _File(Protocol):
-    def __len__(self) -> int: ...
-
-    def decode(self, index: int) -> Any:
-        """Raises ValueError if the row is damaged."""
-
-    def row_number(self, index: int) -> int:
-        """Number in its file, from 1."""
 
 
 class FileDataset:
@@ -56,7 +46,7 @@ class FileDataset:
         path, file, local = self._locate(index)
         return f"{path}, row {file.row_number(local)}"
 
-    def _locate(self, index: int) -> tuple[Path, _File, int]:
+    def _locate(self, index: int) -> "tuple[Path, _File, int]":
         which = bisect.bisect_right(self._starts, index) - 1
         return *self._files[which], index - self._starts[which]
 
@@ -73,12 +63,14 @@ class _JsonLines:
         return len(self._lines)
 
     def decode(self, index: int) -> Any:
+        """Raises ValueError if the row is damaged."""
         try:
             return parse_json(self._lines[index])
         except ValueError as error:
             raise ValueError(f"is no JSON: {error}") from error
 
     def row_number(self, index: int) -> int:
+        """Number in its file, from 1."""
         return self._numbers[index]
 
 
@@ -132,6 +124,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
+_File = _JsonLines | _Parquet
 _FORMATS: dict[str, Callable[[Path], _File]] = {".parquet": _Parquet, ".jsonl": _JsonLines}
 
 
