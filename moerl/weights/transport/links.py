@@ -12,10 +12,8 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-from pydantic import TypeAdapter
 
 from moerl.cluster.error_texts import LATE, LEFT
 from moerl.cluster.secret_listener import SecretListener, connect_proven
@@ -27,17 +25,6 @@ from moerl.weights.transport.shared_memory import SharedReader
 
 _HELLO_SECONDS = 5.0
 _LINE_BYTES = 2**16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hello:
-    """First line of a reader."""
-
-    reader: int
-    name: str
-
-
-_HELLO = TypeAdapter(_Hello)
 
 
 class Link:
@@ -138,16 +125,16 @@ class Lender:
         """One that has the secret. Nobody is let in any more when all have come."""
         link = Link(connection)
         try:
-            hello = _HELLO.validate_json(link.hear("its name", Deadline(_HELLO_SECONDS)))
+            number, _, link.peer = link.hear("its name", Deadline(_HELLO_SECONDS)).partition(" ")
+            reader = int(number)
         except (WeightError, ValueError):  # gone already, or of another version of moerl
             link.close()
             return
-        link.peer = hello.name
         with self._changed:
-            if hello.reader not in self._missing():
+            if reader not in self._missing():
                 link.close()
                 return
-            self._links[hello.reader] = link
+            self._links[reader] = link
             self._changed.notify_all()
             has_all = not self._missing()
         if has_all:
@@ -163,14 +150,13 @@ class Borrower:
         self._links: dict[str, Link] = {}
 
     def join(self, rendezvous: Rendezvous, lenders: Iterable[str], *, reader: int, name: str, deadline: Deadline) -> None:
-        """Connects to these, by their keys; they need not have accepted yet."""
-        hello = _HELLO.dump_json(_Hello(reader=reader, name=name)).decode()
+        """Connects to these, by their keys, and says its number and its name; they need not have accepted yet."""
         for key in sorted(set(lenders)):
             found = json.loads(rendezvous.ask(_key_of(key), deadline))
             with explained(f"no connection to {found['name']} at {found['host']}:{found['port']}"):
                 connection = connect_proven(found["host"], found["port"], rendezvous.secret, deadline.left())
             link = self._links[key] = Link(connection, found["name"])
-            link.say(hello)
+            link.say(f"{reader} {name}")
 
     def fetch(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
         """uint8 [bucket.num_bytes], until `done`."""
