@@ -101,7 +101,7 @@ async def _content(state: ServerState, limits: Limits, request: GenerateRequest)
 def _handler(verb: wire.Verb, call: Callable[..., Awaitable[Any]], max_bytes: int) -> Handler:
     async def handle(request: HTTPRequest) -> Response:
         arguments = await _parsed(request, verb.parse, max_bytes)
-        if violation := push_violation(arguments):
+        if violation := push_violation(**arguments):
             raise BadRequest(violation)
         answer = await call(**arguments)
         return Response(verb.answer.dump_json(answer), media_type="application/json")

@@ -1,6 +1,6 @@
 """Limits of what a server takes, whichever engine serves it: sizes and numbers that no run asks for, some of which no engine survives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,20 +80,17 @@ class Limits:
             yield f"filtered with top_k = {sampling.top_k}: must be in [2, {self.most_left}], which this engine says at most"
 
 
-def push_violation(arguments: Mapping[str, Any]) -> str:
-    """The first rule that arguments of a push's verb break, by name; empty if none."""
-    return next(_push_violations(**{name: arguments[name] for name in ("offer", "manifest", "version") if name in arguments}), "")
-
-
-def _push_violations(*, offer: TransportOffer | None = None, manifest: Manifest | None = None, version: int = 0) -> Iterator[str]:
+def push_violation(*, offer: TransportOffer | None = None, manifest: Manifest | None = None, version: int = 0, **others: Any) -> str:
+    """The first rule that arguments of a push's verb break; empty if none."""
     version = version if manifest is None else manifest.version
     if not 0 <= version < _INT_LIMIT:
-        yield f"version = {version}: must be in [0, 2^31)"
+        return f"version = {version}: must be in [0, 2^31)"
     if offer is None:
-        return
+        return ""
     host, _, port = offer.address.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
     if not is_port or not 0 < len(host) <= 255:
-        yield f"address = {offer.address[:300]!r}: must be host:port"
+        return f"address = {offer.address[:300]!r}: must be host:port"
     if not 0 < offer.seconds <= _MAX_SECONDS:
-        yield f"seconds = {offer.seconds}: must be above 0 and at most {_MAX_SECONDS:g}, a day"
+        return f"seconds = {offer.seconds}: must be above 0 and at most {_MAX_SECONDS:g}, a day"
+    return ""
