@@ -5,10 +5,9 @@ A ticket is a prompt's index in the draw order. It is *live* from `reserve` unti
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,48 +16,42 @@ from moerl.types.errors import DynamicSamplingError, MoerlError
 from moerl.types.groups import Group
 
 
-class TicketBuffer(ABC):
+class TicketBuffer(Protocol):
     """Bounded way of groups to the trainer."""
 
+    _error: MoerlError | None
+    _changed: asyncio.Event
+    """Signal to `take`: groups came, or an error."""
+
     def __init__(self) -> None:
-        self._error: MoerlError | None = None
-        self._changed = asyncio.Event()
-        """Signal to `take`: groups came, or an error."""
+        self._error, self._changed = None, asyncio.Event()
 
     @property
-    @abstractmethod
     def capacity(self) -> int:
         """Most groups that are held at a time: live, or taken and not released."""
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Place at which a resumed run goes on drawing, for a checkpoint: `drawn`, the first ticket of those it draws in order, and
         `skipped`, the earlier ones it draws before. Groups count as trained once taken: read it after their update."""
 
-    @abstractmethod
     def step_metrics(self) -> dict[str, float]:
         """Metrics of the last `take`, for the observer."""
 
-    @abstractmethod
     async def reserve(self) -> int:
         """Waits for a free slot and returns the next ticket; raises like `take` once the buffer failed."""
 
-    @abstractmethod
     def fill(self, ticket: int, group: Group) -> None:
         """The ticket's group is ready to be trained on."""
 
-    @abstractmethod
     def drop(self, ticket: int, group: Group) -> None:
         """The ticket's group is not worth training on; another one may be drawn at once."""
 
-    @abstractmethod
     async def take(self, num_groups: int) -> list[Group]:
         """Groups of a step, in ticket order; waits until all of them are there. One caller at a time.
 
         Raises DynamicSamplingError, or MoerlError from the error given to `fail`.
         """
 
-    @abstractmethod
     def release(self, num_groups: int) -> None:
         """Frees the slots of taken groups; call it after the push of the weights they trained."""
 
@@ -78,7 +71,6 @@ class TicketBuffer(ABC):
             self._wake_producers()
             self._changed.set()
 
-    @abstractmethod
     def _wake_producers(self) -> None:
         """Those in `reserve`, to raise."""
 
