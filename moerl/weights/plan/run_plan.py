@@ -167,7 +167,7 @@ class KeptPlan:
         self.outline: Outline | None = None
         """Outline of the trainer, asked for once; None: ask."""
         self._trainer: object = None
-        self._servers: dict[str, tuple[Needs, object, object, object]] = {}
+        self._servers: Mapping[str, tuple[Needs, object, object, object]] = {}
         """By name, in their order: their needs, nodes, GPUs and rails."""
         self._found: Deliveries | None = None
 
