@@ -137,15 +137,10 @@ def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) 
     if num_experts and (num_experts % shares or size % shares):
         rule = f"{num_experts} experts on {size} processes of a server in {shares} different shares"
         raise WeightError(f"{rule}: shares must be equal; balance experts with whole copies of a server, not within one")
-    node_of = None if nodes is None else _node_of(size, [nodes[name] for name in needs])
+    on = [] if nodes is None else [node for name in needs for node in _each_node(nodes[name], size)]
+    node_of = tuple(map(numbered(on).__getitem__, on)) or None
     largest = size * len(needs) if node_of is None else max(Counter(node_of).values())
     return RolloutLayout(num_servers=len(needs), gpus_per_server=size, gpus_per_node=largest, expert_parallel=shares, node_of=node_of)
-
-
-def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Node of every process of servers of `size` processes each."""
-    found = [node for names in nodes for node in _each_node(names, size)]
-    return tuple(map(numbered(found).__getitem__, found))
 
 
 def _each_node(names: Sequence[str], size: int) -> list[str]:
