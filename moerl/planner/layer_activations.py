@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import RecomputeModule, TrainConfig
-from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
+from moerl.models.parameter_shapes import has_experts, is_delta_net
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value."""
@@ -121,7 +121,7 @@ class Kernels:
 def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
     """Terms of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
     yield from _attention_of(fields, layer)(fields, layout, tokens, kernels)
-    if is_sparse_layer(fields, layer):
+    if has_experts(fields, layer):
         yield from _experts(fields, layout, tokens, kernels)
         return
     hidden = fields["hidden_size"]

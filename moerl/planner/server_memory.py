@@ -7,9 +7,10 @@ from typing import Any
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.find_family import find_family
+from moerl.models.parameter_shapes import is_delta_net
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.layer_activations import WIDTHS
-from moerl.planner.parameter_counts import is_delta_net, server_parameters
+from moerl.planner.parameter_counts import server_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

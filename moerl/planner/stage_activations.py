@@ -15,8 +15,8 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import PRODUCT_ROWS, FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.find_family import find_family
+from moerl.models.parameter_shapes import has_experts, layer_kind
 from moerl.planner.layer_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
-from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,7 @@ class StageModel:
 
     def _kind(self, layer: int) -> int:
         """The first layer that is like it."""
-        alike = (is_sparse_layer(self._fields, layer), is_delta_net(self._fields, layer))
-        return next(each for each in range(layer + 1) if (is_sparse_layer(self._fields, each), is_delta_net(self._fields, each)) == alike)
+        return next(each for each in range(layer + 1) if layer_kind(self._fields, each) == layer_kind(self._fields, layer))
 
     def _terms_of_kind(self, layer: int) -> tuple[Term, ...]:
         return tuple(layer_terms(self._fields, self._layout, layer, self._tokens, self._kernels))
@@ -134,7 +133,7 @@ class StageModel:
         heads = fields["num_attention_heads"] / layout.tp
         key = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] if fields.get("multi_latent_attention") else fields["kv_channels"]
         attention = tokens.sequence * heads * key * (4 * wide + (4 if trains else 0))
-        is_sparse = is_sparse_layer(fields, layer)
+        is_sparse = has_experts(fields, layer)
         if is_sparse:
             ffn = fields["moe_ffn_hidden_size"] / layout.etp
             rows, weights = tokens.routed, 2 * ffn * hidden * fields["num_moe_experts"] / layout.ep

@@ -7,7 +7,7 @@ from moerl.convert.hf.hf_plan import is_scale
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts
 from moerl.convert.hf.mxfp4 import is_packed
-from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tensors, parameter_shapes
+from moerl.convert.sharded.expected_tensors import ExpectedTensor, built_shapes, expected_tensors
 from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts, parameters_of_names
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.models.families.parts.config_fields import is_tied
@@ -83,7 +83,7 @@ def _unknown(source: HFSource, names: set[str], left_out: tuple[str, ...]) -> It
 def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter]) -> Iterator[Problem]:
     """Problems of a sharded checkpoint, whose vocabulary may be padded: keys that the model of its config.json has not, or in another
     shape."""
-    shapes, names = parameter_shapes(family, source.config), expected_tensors(family, source.config).shapes
+    shapes, names = built_shapes(family, source.config), expected_tensors(family, source.config).shapes
     weights = source.weights()
     for parameter in {each.key: each for each in parameters}.values():
         found = tuple(weights[parameter.key].size)[len(parameter.place) :]
