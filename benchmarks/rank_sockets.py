@@ -11,8 +11,10 @@ have gloo beside NCCL, and use it for nothing.
 import argparse
 import os
 import socket
+import sys
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +80,8 @@ def measured(num_ranks: int, *, lazy: bool) -> list[dict[str, int]]:
 
 def groups_of_rank_0(layout: Layout) -> list[int]:
     """Sizes of the groups that Megatron makes with this rank in them, the default one first; without those of one member."""
-    from moerl.train.megatron.on_meta import as_rank
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "suite"))
+    from on_meta import as_rank
 
     sizes, new_group = [layout.ranks], dist.new_group
 

@@ -3,7 +3,7 @@
 Tests hold them against the parameters of the models that Megatron does build, for every family. Imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moerl.models.families.parts.family import Family, Rule
@@ -43,6 +43,18 @@ def layer_kind(fields: Mapping[str, Any], layer: int) -> LayerKind:
     """Layers of multi-token prediction follow the last one, and are built like it."""
     like = min(layer, fields["num_layers"] - 1)
     return LayerKind(has_experts(fields, like), is_delta_net(fields, like), layer >= fields["num_layers"])
+
+
+def places(rule: Rule, fields: Mapping[str, Any], num_mtp: int) -> Iterator[dict[str, int]]:
+    """Values of {layer}, {mtp} and {expert} under which a model with so many layers of multi-token prediction has the parameter."""
+    if "{layer}" not in rule.megatron and not rule.is_mtp:
+        yield {}
+        return
+    num_layers = fields["num_layers"]
+    for layer in range(num_layers + num_mtp):
+        if layer_kind(fields, layer).has(rule):
+            numbers = {"mtp": layer - num_layers} if rule.is_mtp else {"layer": layer}
+            yield from ({**numbers, "expert": expert} for expert in range(fields["num_moe_experts"])) if rule.is_expert else (numbers,)
 
 
 def has_experts(fields: Mapping[str, Any], layer: int) -> bool:

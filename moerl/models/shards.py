@@ -26,6 +26,19 @@ class Sizes:
     padded_vocab_size: int
     delta: "DeltaSizes | None" = None
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, vocab_size: int, padded_vocab_size: int | None = None) -> "Sizes":
+        """`fields`: of Megatron's configuration."""
+        heads = fields["num_attention_heads"]
+        return cls(
+            num_layers=fields["num_layers"],
+            num_query_groups=fields.get("num_query_groups", heads),
+            head_dim=fields.get("kv_channels", fields["hidden_size"] // heads),
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size if padded_vocab_size is None else padded_vocab_size,
+            delta=DeltaSizes.of(fields),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSizes:

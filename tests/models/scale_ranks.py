@@ -1,4 +1,4 @@
-"""Builds what every rank of a large run holds, without memory (moerl/train/megatron/on_meta.py)."""
+"""Builds what every rank of a large run holds, without memory (tests/suite/on_meta.py)."""
 
 import pickle
 import resource
@@ -40,9 +40,8 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     It replaces the process's default group.
     """
     import torch.distributed as dist
+    from on_meta import as_rank, build_on_meta
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from moerl.train.megatron.on_meta import as_rank, build_on_meta
 
     part, num_parts = dist.get_rank(), dist.get_world_size()
     places: dict[int, Place] = {}
@@ -67,12 +66,11 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
 def numbers_to_push(hf: Mapping[str, Any], train: TrainConfig) -> int:
     """Of all tensors of a push. It replaces the process's default group."""
     import torch.distributed as dist
+    from on_meta import built_tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from moerl.train.megatron.on_meta import tensors_to_push
-
     dist.destroy_process_group()
-    found = tensors_to_push(hf, train, max_context=32, dtype="bfloat16")
+    found = built_tensors(hf, train, max_context=32, dtype="bfloat16")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     return sum(prod(tensor.spec.shape) for tensor in found)
 

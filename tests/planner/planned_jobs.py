@@ -62,8 +62,9 @@ def built_sizes(cases: Sequence[tuple[Mapping[str, Any], TrainConfig, Sequence[i
 
 
 def _built(hf: Mapping[str, Any], train: TrainConfig, stages: Sequence[int]) -> dict[tuple[int, int], tuple[list[int], int, int]]:
+    from on_meta import as_rank
+
     from moerl.train.megatron.megatron_model import _wrap, build_chunks
-    from moerl.train.megatron.on_meta import as_rank
 
     layout, found = train.layout, {}
     for stage in stages:
@@ -77,6 +78,17 @@ def _built(hf: Mapping[str, Any], train: TrainConfig, stages: Sequence[int]) -> 
                     sum(buffer.numel for buffer in buffers),
                     sum(buffer.numel // buffer.data_parallel_world_size for buffer in buffers),
                 )
+    return found
+
+
+def tensors_of_models(cases: Sequence[tuple[Mapping[str, Any], TrainConfig]]) -> list[list[Any]]:
+    """Of a push of each model, built on meta tensors. Replaces the process's default group."""
+    from on_meta import built_tensors
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    found = [built_tensors(hf, train, max_context=32, dtype="bfloat16", with_mtp=train.mtp_loss > 0) for hf, train in cases]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     return found
 
 

@@ -175,23 +175,16 @@ def specs_of(source: MegatronSource) -> Mapping[str, TensorSpec]:
     return {spec.name: spec for spec in stored_specs(outline.tensors)}
 
 
-def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any]]:
-    """The tensors of a run's outline, and those that `moerl plan` plans with, by name. `store`: a file for the group that is made anew."""
+def outlines(settings: EngineSettings) -> tuple[list[Any], list[Any]]:
+    """The tensors of a run's outline, and those that `moerl plan` plans with, by name."""
     import json
 
-    from megatron.core import parallel_state
-
-    from moerl.train.megatron.on_meta import tensors_to_push
+    from moerl.train.push.planned_tensors import tensors_to_push
     from moerl.train.train_worker import TrainWorker
 
-    worker, rank, num_ranks = new_worker(settings, TrainWorker), dist.get_rank(), dist.get_world_size()
-    of_run = worker.outline_push(2**20).tensors
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    of_run = new_worker(settings, TrainWorker).outline_push(2**20).tensors
     hf = json.loads((settings.model_dir / "config.json").read_text())
-    served = {"max_context": settings.max_context, "dtype": settings.export_dtype}
-    of_plan = tensors_to_push(hf, settings.train, with_mtp=settings.pushes_mtp, **served)
+    of_plan = tensors_to_push(hf, settings.train.layout, dtype=settings.export_dtype, with_mtp=settings.pushes_mtp)
     of_plan = with_scales(of_plan) if settings.push_fp8 else of_plan
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     by_name = [sorted(tensors, key=lambda tensor: tensor.name) for tensors in (of_run, of_plan)]
     return by_name[0], by_name[1]

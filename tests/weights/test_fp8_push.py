@@ -40,8 +40,8 @@ def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, gathe
     assert in_fp8 < 0.6 * in_bfloat16  # the embeddings stay in bfloat16
 
 
-def test_a_run_plans_fp8_with_the_tensors_that_moerl_plan_prints(models, tmp_path):
+def test_a_run_plans_fp8_with_the_tensors_that_moerl_plan_prints(models):
     chosen = dataclasses.replace(settings(models["odd"], LAYOUTS["tp2-ep2"], dtype="bfloat16"), push_fp8="float32")
-    of_run, of_plan = run_ranks(push_ranks.outlines, 2, chosen, tmp_path / "store")
+    of_run, of_plan = run_ranks(push_ranks.outlines, 2, chosen)
     assert {tensor.spec.dtype for tensor in of_run} == {"float8_e4m3fn", "float32", "bfloat16"}
     assert of_run == of_plan

@@ -35,14 +35,14 @@ def test_what_all_ranks_send_is_what_an_export_gives(model, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", [TP_EP, Layout(ranks=4, pp=2, ep=2)])
-def test_a_run_plans_with_the_tensors_that_moerl_plan_prints(model, layout, tmp_path):
-    of_run, of_plan = run_ranks(push_ranks.outlines, 4, deepseek_settings(model, layout, dtype="bfloat16"), tmp_path / "store")
+def test_a_run_plans_with_the_tensors_that_moerl_plan_prints(model, layout):
+    of_run, of_plan = run_ranks(push_ranks.outlines, 4, deepseek_settings(model, layout, dtype="bfloat16"))
     assert len(of_run) > 50
     assert of_run == of_plan
 
 
 @pytest.mark.parametrize("layout", [TP_EP, pytest.param(Layout(ranks=4, pp=2, ep=2), marks=pytest.mark.matrix)])
-def test_trained_layers_of_multi_token_prediction_are_pushed_where_servers_draft(model, layout, tmp_path):
+def test_trained_layers_of_multi_token_prediction_are_pushed_where_servers_draft(model, layout):
     """Without the copies of the embedding and the output layer that a checkpoint has there: engines share those of the model."""
     settings = dataclasses.replace(deepseek_settings(model, layout, mtp_loss=0.1, dtype="float32"), pushes_mtp=True)
     pushed, exported, senders, _ = run_ranks(push_ranks.pushed_and_exported, 4, settings)
@@ -52,5 +52,5 @@ def test_trained_layers_of_multi_token_prediction_are_pushed_where_servers_draft
     assert len([name for name in drafting if ".experts." in name]) > 20 and {name for name in drafting if name.endswith("eh_proj.weight")}
     last_stage = {2, 3} if layout.pp == 2 else {0, 1, 2, 3}
     assert set().union(*(senders[name] for name in drafting)) == last_stage
-    of_run, of_plan = run_ranks(push_ranks.outlines, 4, settings, tmp_path / "store")
+    of_run, of_plan = run_ranks(push_ranks.outlines, 4, settings)
     assert of_run == of_plan

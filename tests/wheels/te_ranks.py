@@ -114,9 +114,11 @@ def main(folder: str, *overrides: str) -> None:
     import megatron_patches
 
     megatron_patches.activate()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "suite"))
+    from on_meta import as_rank, build_on_meta
+
     from moerl.config.derive.model_configs import model_config
     from moerl.config.load import load
-    from moerl.train.megatron.on_meta import as_rank, build_on_meta
 
     if folder != "reference":
         torch.cuda.is_available = lambda: True

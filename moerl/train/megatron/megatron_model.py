@@ -26,7 +26,7 @@ from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.models.families.parts.family import Family
 from moerl.models.find_family import find_family
-from moerl.models.shards import DeltaSizes, Sizes
+from moerl.models.shards import Sizes
 from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets
@@ -127,14 +127,7 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
         _count_in_norm(chunk)
         freeze_indexers(chunk)
         prepare_delta_nets(chunk)
-    described = Sizes(
-        num_layers=config.num_layers,
-        num_query_groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab_size=hf["vocab_size"],
-        padded_vocab_size=padded_vocab_size,
-        delta=DeltaSizes.of(family.transformer_config(hf)),
-    )
+    described = Sizes.of(family.transformer_config(hf), vocab_size=hf["vocab_size"], padded_vocab_size=padded_vocab_size)
     return Built(family=family, config=config, chunks=chunks, sizes=described)
 
 

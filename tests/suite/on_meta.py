@@ -44,10 +44,10 @@ def build_on_meta(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int
     return built, [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=expert_rank)]
 
 
-def tensors_to_push(
+def built_tensors(
     hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, dtype: str, with_mtp: bool = False
 ) -> list[PlannedTensor]:
-    """Every tensor of a push by the pipeline stage of train.layout that holds it.
+    """Every tensor of a push by the pipeline stage of train.layout that holds it: of the model that Megatron builds, for the planner's.
 
     `dtype`: of the rollout. `with_mtp`: and those of multi-token prediction. No default process group may exist.
     """
