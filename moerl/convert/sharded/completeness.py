@@ -7,8 +7,8 @@ from moerl.convert.hf.hf_plan import is_scale
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts
 from moerl.convert.hf.mxfp4 import is_packed
-from moerl.convert.sharded.expected_tensors import ExpectedTensor, built_shapes, expected_tensors
-from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts, parameters_of_names
+from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tensors
+from moerl.convert.sharded.parameters import Parameter, built_shapes, computes_it, described_family, num_experts, parameters_of
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.models.families.parts.config_fields import is_tied
 from moerl.models.families.parts.family import Family
@@ -103,8 +103,7 @@ def absent_problems(source: ShardedSource, family: Family, parameters: Sequence[
     which have a problem of their own, would hold. Layers of multi-token prediction may be absent as a whole."""
     names, said = {name for each in parameters for name in each.hf}, set(refused)
     has_mtp = any(each.rule.is_mtp for each in parameters)
-    expected = expected_tensors(family, source.config)
-    wanted = parameters_of_names(family, expected.shapes, num_layers=source.config["num_hidden_layers"])
+    wanted = parameters_of(family, source.config)
     absent = dict.fromkeys(each.key for each in wanted if each.hf[0] not in names and (has_mtp or not each.rule.is_mtp))
     for key in absent:
         if said.isdisjoint((key, _STACKED.sub(r"\1", key))):

@@ -9,7 +9,7 @@ from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts
 from moerl.convert.sharded.completeness import tensor_problems
-from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_names, sizes_of
+from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of, sizes_of
 from moerl.convert.sharded.sharded_source import ShardPart
 from moerl.convert.tensors.entry import computed, read_whole
 from moerl.models.shards import Sizes, split
@@ -23,8 +23,9 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[ShardPart]:
     source = in_parts(source, family, num_experts(family, source.config))
     if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
         raise ConvertError(problems)
-    names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
-    parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
+    order = {name: place for place, name in enumerate(source.tensors)}
+    held = (each for each in parameters_of(family, source.config) if each.hf[0] in order)  # a folder may lack multi-token prediction
+    parameters = sorted(held, key=lambda each: min(map(order.__getitem__, each.hf)))
     return [_part(source, each, sizes, dtype, num_experts(family, source.config)) for each in parameters]
 
 

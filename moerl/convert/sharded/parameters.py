@@ -6,15 +6,16 @@ before that of experts and no number in its key (transformer/transformer_block.p
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moerl.models.families.parts.config_fields import broken_fields
-from moerl.models.families.parts.family import Family, Rule, pattern_of
+from moerl.models.families.parts.config_fields import broken_fields, is_tied, num_mtp_layers
+from moerl.models.families.parts.family import Family, Rule
 from moerl.models.find_family import explain_unknown, find_family, has_family
-from moerl.models.shards import DeltaSizes, Sizes
+from moerl.models.parameter_shapes import Shape, parameter_shapes, places
+from moerl.models.shards import Sizes
 from moerl.types.errors import ConvertError, Problem, problem
 
 _EXPERT_KEY = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
@@ -65,16 +66,7 @@ def computes_it(family: Family, config: Mapping[str, Any]) -> bool:
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Sizes of a model on one rank."""
-    described = fields_of(family, config)
-    heads = described["num_attention_heads"]
-    return Sizes(
-        num_layers=described["num_layers"],
-        num_query_groups=described.get("num_query_groups", heads),
-        head_dim=described.get("kv_channels", described["hidden_size"] // heads),
-        vocab_size=config["vocab_size"],
-        padded_vocab_size=config["vocab_size"],
-        delta=DeltaSizes.of(described),
-    )
+    return Sizes.of(fields_of(family, config), vocab_size=config["vocab_size"])
 
 
 def fields_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,31 +83,19 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
-def parameters_of_names(family: Family, names: Iterable[str], *, num_layers: int) -> list[Parameter]:
-    """Every parameter of which a Hugging Face tensor is among `names`, in the order of `names`."""
-    candidates: dict[str, tuple[Rule, dict[str, int]]] = {}
-    patterns = [(rule, pattern_of(template)) for rule in family.rules for template in rule.hf]
-    for name in names:
-        for rule, pattern in patterns:
-            match = pattern.fullmatch(name)
-            if match:
-                numbers = _counted({key: int(value) for key, value in match.groupdict().items()}, num_layers)
-                if numbers is not None:
-                    candidates[rule.megatron.format(**numbers)] = (rule, numbers)
-    return [
-        _parameter(megatron, rule, numbers, num_layers)
-        for megatron, (rule, numbers) in candidates.items()
-        if _applies(megatron, candidates)
-    ]
+def built_shapes(family: Family, config: Mapping[str, Any]) -> dict[Rule, Shape]:
+    """Shapes of Megatron's parameters on one rank, without padding of the vocabulary."""
+    return parameter_shapes(family, fields_of(family, config), vocab_size=config["vocab_size"], tied=is_tied(config))
 
 
-def _applies(megatron: str, candidates: Mapping[str, Any]) -> bool:
-    """Megatron fuses a norm into the matrix that follows, where one does; so one Hugging Face norm has two rules."""
-    if megatron.endswith(".layer_norm_weight"):
-        return megatron.removesuffix("layer_norm_weight") + "weight" in candidates
-    if megatron.endswith(".pre_mlp_layernorm.weight"):
-        return megatron.removesuffix("pre_mlp_layernorm.weight") + "mlp.linear_fc1.weight" not in candidates
-    return True
+def parameters_of(family: Family, config: Mapping[str, Any]) -> Iterator[Parameter]:
+    """Every parameter of the model, those of multi-token prediction too, under the key that a layer of its own has."""
+    fields = fields_of(family, config)
+    for rule in built_shapes(family, config):
+        key = rule.megatron.removesuffix("{expert}").replace(".mlp.experts.", ".mlp.experts.experts.")
+        for numbers in places(rule, fields, num_mtp_layers(config)):
+            place = (numbers["expert"],) if rule.is_expert else ()
+            yield Parameter(key=key.format(**numbers), place=place, rule=rule, hf=rule.hf_names(numbers, fields["num_layers"]))
 
 
 def parameters_of_keys(
@@ -148,18 +128,3 @@ def _stored(family: Family, key: str, place: tuple[int, ...], num_layers: int) -
         name = f"decoder.layers.{place[0]}.{match[1]}"
     rule, numbers = family.find(name + expert)
     return Parameter(key=key, place=place, rule=rule, hf=rule.hf_names(numbers, num_layers))
-
-
-def _parameter(megatron: str, rule: Rule, numbers: dict[str, int], num_layers: int) -> Parameter:
-    expert = numbers.get("expert")
-    key = megatron
-    if expert is not None:
-        key = megatron.removesuffix(str(expert)).replace(".mlp.experts.", ".mlp.experts.experts.")
-    return Parameter(key=key, place=() if expert is None else (expert,), rule=rule, hf=rule.hf_names(numbers, num_layers))
-
-
-def _counted(numbers: dict[str, int], num_layers: int) -> dict[str, int] | None:
-    """With layers of multi-token prediction counted from 0; None if the number is of the other kind of layer."""
-    if "mtp" in numbers:
-        return {**numbers, "mtp": numbers["mtp"] - num_layers} if numbers["mtp"] >= num_layers else None
-    return numbers if numbers.get("layer", 0) < num_layers else None
