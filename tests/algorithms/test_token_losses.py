@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moerl.algorithms.kl import kl_estimate, kl_k3
 from moerl.algorithms.kl_on_driver import KLEstimator, kl_values
-from moerl.algorithms.objectives import Selected
 from moerl.algorithms.token_losses import _LOSSES, clipped_surrogate
+from moerl.algorithms.token_selection import selected_loss
 from moerl.config.schema.custom_part import CustomPart
 from moerl.config.schema.loss_config import ObjectiveConfig, PPOClip
 
@@ -22,7 +22,7 @@ LOGP = st.floats(-60, 0)
 def test_every_objective_has_a_loss():
     """One that needs the whole mini-batch among those that pick tokens of it, every other in the table."""
     kinds = set(get_args(get_args(ObjectiveConfig)[0])) - {CustomPart}
-    picking = set(get_args(get_type_hints(Selected)["config"]))
+    picking = set(get_args(get_type_hints(selected_loss)["config"]))
     assert picking == {kind for kind in kinds if "whole_minibatch" in kind.needs}
     assert set(_LOSSES) == kinds - picking
 
