@@ -1,4 +1,7 @@
-"""KL as the driver has it, without torch: in rewards, and the coefficient that follows one."""
+"""KL without torch: formulas, which ranks have too, KL in rewards as the driver has it, and the coefficient that follows one."""
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -9,18 +12,25 @@ EXPONENT_LIMIT = 20.0
 K3_LIMIT = 10.0
 
 
+def plain_estimate(estimator: str, d: Any, expm1: Callable[[Any], Any]) -> Any:
+    """Values of k1, k2, abs or k3 (http://joschu.net/blog/kl-approx.html) for d = logp - other, of numpy or torch, whose `expm1` it is. k3
+    is of d clamped to +-20, and at most 10."""
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d**2 / 2
+        case "abs":
+            return abs(d)
+    d = d.clip(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    # expm1: near d = 0 the value is d^2 / 2, which exp(-d) - 1 would lose to rounding.
+    return (expm1(-d) + d).clip(-K3_LIMIT, K3_LIMIT)
+
+
 def kl_values(estimator: KLEstimator, logp_N: np.ndarray, other_logp_N: np.ndarray) -> np.ndarray:
     """Values [N] of moerl.algorithms.kl.kl_estimate, which has gradients too, where policy and old policy are the same."""
-    d_N = logp_N - other_logp_N
-    match estimator.rstrip("+"):
-        case "k1":
-            return d_N
-        case "k2":
-            return d_N**2 / 2
-        case "abs":
-            return np.abs(d_N)
-    d_N = np.clip(d_N, -EXPONENT_LIMIT, EXPONENT_LIMIT)
-    return np.clip(np.expm1(-d_N) + d_N, -K3_LIMIT, K3_LIMIT)
+    values_N: np.ndarray = plain_estimate(estimator.rstrip("+"), logp_N - other_logp_N, np.expm1)
+    return values_N
 
 
 def adapted(coefficient: float, *, kl: float, target: float, horizon: int, num_samples: int) -> float:

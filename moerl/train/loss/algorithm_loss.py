@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened_rewards
 from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
-from moerl.algorithms.kl import kl_estimate
+from moerl.algorithms.kl_on_driver import kl_values
 from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of
@@ -299,8 +299,8 @@ class _Flat:
         penalties = process = None
         if config.kl_coefficient > 0 and config.kl_in == "reward":
             before = self.logprobs if self.old_logprobs is None else self.old_logprobs
-            old, reference = (torch.from_numpy(column[self.mask]) for column in (before, _given(self.reference_logprobs, "a KL")))
-            penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.ones_like(old)).numpy()
+            old, reference = (column[self.mask] for column in (before, _given(self.reference_logprobs, "a KL")))
+            penalties = config.kl_coefficient * kl_values(config.kl_estimator, old, reference)
         if self.process_logprobs is not None:
             process = self.process_logprobs[self.mask] - _given(self.reference_logprobs, "prime")[self.mask]
         if "values" in config.needs and self.values is None:
