@@ -128,7 +128,7 @@ def test_a_stored_tensor_is_a_tensor_or_refused(tmp_path, held):
     if held != "nothing":
         torch.save(Runs(tmp_path / "ran") if held == "command" else [torch.ones(2)], buffer)
     with pytest.raises(CheckpointError, match="a stored tensor cannot be read"):
-        load_tensor(buffer)
+        load_tensor(buffer, (2,), torch.float32)
     assert not (tmp_path / "ran").exists()
 
 
@@ -139,9 +139,9 @@ def test_a_stored_tensor_takes_no_hours(tmp_path, data):
     with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(changed, "w") as copy:
         for part in archive.infolist():
             copy.writestr(part.filename, data if part.filename.endswith(".pkl") else archive.read(part))
-    assert load_tensor(buffer).tolist() == [1.0, 1.0]
+    assert load_tensor(buffer, (2,), torch.float32).tolist() == [1.0, 1.0]
     with pytest.raises(CheckpointError, match="a stored tensor cannot be read: its pickle"):
-        load_tensor(changed)
+        load_tensor(changed, (2,), torch.float32)
 
 
 def test_what_an_engine_keeps_beside_a_weight_is_read_if_this_megatron_can():

@@ -101,14 +101,10 @@ class ShardedSource:
         with (self.directory / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             try:
-                tensor = load_tensor(io.BytesIO(file.read(place.length)))
-                if tensor.shape != chunk.sizes or tensor.dtype != dtype:
-                    found = f"{tensor.dtype} {tuple(tensor.shape)}"
-                    raise CheckpointError(f"found {found}, the index says {dtype} {tuple(chunk.sizes)}")
+                return load_tensor(io.BytesIO(file.read(place.length)), chunk.sizes, dtype)
             except CheckpointError as error:
                 path = f"{self.directory / place.relative_path}: {key}"
                 raise ConvertError([problem("SRC", path, "must hold what the index says", str(error), "another checkpoint")]) from error
-        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

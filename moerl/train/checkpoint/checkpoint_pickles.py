@@ -214,8 +214,8 @@ def _require(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def load_tensor(data: io.BytesIO) -> Tensor:
-    """A stored tensor, from the bytes that torch.save wrote. Raises CheckpointError for anything else."""
+def load_tensor(data: io.BytesIO, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A stored tensor, from the bytes that torch.save wrote. Raises CheckpointError for anything else, also than the index says."""
     try:
         _check_archive(zipfile.ZipFile(data))
         data.seek(0)
@@ -224,6 +224,8 @@ def load_tensor(data: io.BytesIO) -> Tensor:
             raise ValueError(f"it holds {type(loaded).__name__}, not a tensor")
     except Exception as error:  # torch's own, of bytes that it has never written
         raise CheckpointError(f"a stored tensor cannot be read: {why_refused(error)}") from error
+    if tuple(loaded.shape) != tuple(shape) or loaded.dtype != dtype:
+        raise CheckpointError(f"found {loaded.dtype} {tuple(loaded.shape)}, the index says {dtype} {tuple(shape)}")
     return loaded
 
 
