@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moerl.convert.sharded.parameters import built_shapes, fields_of, sizes_of
+from moerl.convert.sharded.parameters import built_shapes, sizes_of
 from moerl.models.families.parts.config_fields import num_mtp_layers
 from moerl.models.families.parts.family import Family
 from moerl.models.parameter_shapes import Shape, places
@@ -23,7 +23,7 @@ class ExpectedTensor:
 
 def expected_tensors(family: Family, config: Mapping[str, Any]) -> ExpectedTensor:
     """Tensors of a config.json that breaks no rule of its family."""
-    sizes, fields, num_mtp = sizes_of(family, config), fields_of(family, config), num_mtp_layers(config)
+    sizes, fields, num_mtp = sizes_of(family, config), family.transformer_config(config), num_mtp_layers(config)
     shapes: dict[str, Shape] = {}
     copies: dict[str, Shape] = {}
     for rule, held in built_shapes(family, config).items():

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moerl.convert.sharded.parameters import family_of, fields_of, num_experts
+from moerl.convert.sharded.parameters import family_of, num_experts
 from moerl.convert.sharded.sharded_source import FORMAT, ShardPart, write_index
 from moerl.convert.tensors.writing import FileJob, Finished
 from moerl.models.bridge_packages import BRIDGES
@@ -81,7 +81,7 @@ def _write_extra_states(shards: Path, parts: Sequence[ShardPart], experts: int) 
 def _model(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """The model in the words of Megatron-Bridge, which instantiates what is under _target_."""
     family = family_of(config)
-    fields = fields_of(family, config) | family.rotary(config)
+    fields = family.transformer_config(config) | family.rotary(config)
     provider = "mla_provider.MLAModelProvider" if fields.get("multi_latent_attention") else "gpt_provider.GPTModelProvider"
     spec = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
     torch_dtype = {"_target_": f"torch.{dtype}", "_call_": False}

@@ -51,7 +51,7 @@ def described_family(config: Mapping[str, Any]) -> Family:
     try:
         list(family.broken_rules(_unquantized(config)))
         sizes_of(family, config)
-        family.rotary(_unquantized(config))
+        family.rotary(config)
     except KeyError as error:
         reason = f"a model of type {config['model_type']} cannot be described without"
         fix = "fetch config.json again, or write what the model was trained with"
@@ -66,17 +66,12 @@ def computes_it(family: Family, config: Mapping[str, Any]) -> bool:
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Sizes of a model on one rank."""
-    return Sizes.of(fields_of(family, config), vocab_size=config["vocab_size"])
-
-
-def fields_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of config.json in the words of Megatron's configuration."""
-    return family.transformer_config(_unquantized(config))
+    return Sizes.of(family.transformer_config(config), vocab_size=config["vocab_size"])
 
 
 def num_experts(family: Family, config: Mapping[str, Any]) -> int:
     """0 for a dense model."""
-    return fields_of(family, config).get("num_moe_experts", 0)
+    return family.transformer_config(config).get("num_moe_experts", 0)
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,12 +80,12 @@ def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def built_shapes(family: Family, config: Mapping[str, Any]) -> dict[Rule, Shape]:
     """Shapes of Megatron's parameters on one rank, without padding of the vocabulary."""
-    return parameter_shapes(family, fields_of(family, config), vocab_size=config["vocab_size"], tied=is_tied(config))
+    return parameter_shapes(family, family.transformer_config(config), vocab_size=config["vocab_size"], tied=is_tied(config))
 
 
 def parameters_of(family: Family, config: Mapping[str, Any]) -> Iterator[Parameter]:
     """Every parameter of the model, those of multi-token prediction too, under the key that a layer of its own has."""
-    fields = fields_of(family, config)
+    fields = family.transformer_config(config)
     for rule in built_shapes(family, config):
         key = rule.megatron.removesuffix("{expert}").replace(".mlp.experts.", ".mlp.experts.experts.")
         for numbers in places(rule, fields, num_mtp_layers(config)):
