@@ -19,6 +19,11 @@ def shares(batch: StoredBatch, planner: MicroBatchPlanner, num_updates: int) -> 
     return [batch.share({member for members in bins for member in members}) for bins in plan]
 
 
+def spans(offsets: np.ndarray, sequences: np.ndarray) -> np.ndarray:
+    """int64, every place of these sequences, which begin at `offsets`."""
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*offsets[sequence : sequence + 2]) for sequence in sequences)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """The micro-batches of one data-parallel rank in a (mini-)batch."""
@@ -39,18 +44,17 @@ class Share:
 
     def spread(self, values_T: np.ndarray, whole: Batch) -> np.ndarray:
         """`values_T` [T of the share] at their places in the whole batch, 0 elsewhere."""
-        offsets = whole.offsets
-        spread_T = np.zeros(int(offsets[-1]), dtype=values_T.dtype)
-        for index, sequence in enumerate(self.sequences):
-            start, end = self.batch.offsets[index : index + 2]
-            spread_T[offsets[sequence] : offsets[sequence + 1]] = values_T[start:end]
+        spread_T = np.zeros(int(whole.offsets[-1]), dtype=values_T.dtype)
+        spread_T[self._places(whole)] = values_T
         return spread_T
 
     def gathered(self, values_T: np.ndarray, whole: Batch) -> np.ndarray:
         """[T of the share], from `values_T` [T of the whole batch]."""
-        offsets = whole.offsets
-        pieces = [values_T[offsets[sequence] : offsets[sequence + 1]] for sequence in self.sequences]
-        return np.concatenate(pieces or [values_T[:0]])
+        return values_T[self._places(whole)]
+
+    def _places(self, whole: Batch) -> np.ndarray:
+        """int64 [T of the share], in the whole batch."""
+        return spans(whole.offsets, self.sequences)
 
     def named(self, micro: PackedMicroBatch, samples: np.ndarray) -> PackedMicroBatch:
         """With its members by their names: `samples` [sequences of the whole batch]."""

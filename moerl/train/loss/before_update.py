@@ -13,7 +13,7 @@ from torch import Tensor
 from moerl.algorithms.columns import TokenColumns, weights_by
 from moerl.algorithms.mini_batch_loss import Loss
 from moerl.train.batching.packed_sequences import PackedMicroBatch, pack
-from moerl.train.batching.rank_share import Share
+from moerl.train.batching.rank_share import Share, spans
 from moerl.train.loss.batch_loss import Denominators, LossColumns, at_least_float32, token_columns
 from moerl.types.batch import Batch, TrainBatch
 
@@ -80,7 +80,7 @@ def selected(share: Share, whole: Batch, counts: Denominators, logprobs_T: np.nd
     micro, tokens = whole_columns(own, counts, share.gathered(logprobs_T, whole))
     statistics_kT = loss.objective.statistics(tokens).double().cpu()  # type: ignore[union-attr]
     # Response tokens of the mini-batch in its order; those that corrections took out are not present.
-    own_N = _places(share, whole)
+    own_N = torch.from_numpy(spans(np.concatenate([[0], np.cumsum(lengths)]), share.sequences))
     is_response_T = own.response_mask_T
     columns = torch.zeros(len(statistics_kT) + 1, int(lengths.sum()), dtype=torch.float64)
     kept_T = np.ones(len(own.token_ids_T), dtype=bool) if own.kept_T is None else own.kept_T
@@ -94,13 +94,6 @@ def selected(share: Share, whole: Batch, counts: Denominators, logprobs_T: np.nd
     selected_T = np.zeros(len(own.token_ids_T), dtype=bool)
     selected_T[is_response_T] = chosen_N[own_N].numpy()
     return replace(share, batch=replace(own, selected_T=selected_T))
-
-
-def _places(share: Share, whole: Batch) -> Tensor:
-    """int64: where the response tokens of the share stand among those of the whole."""
-    starts = np.concatenate([[0], np.cumsum(whole.response_lengths)])
-    spans = [np.arange(starts[sequence], starts[sequence + 1]) for sequence in share.sequences]
-    return torch.from_numpy(np.concatenate(spans or [np.zeros(0, dtype=np.int64)]))
 
 
 def whole_columns(own: TrainBatch, counts: Denominators, logprobs_T: np.ndarray | None = None) -> tuple[PackedMicroBatch, TokenColumns]:

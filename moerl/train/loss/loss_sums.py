@@ -1,7 +1,7 @@
 """Statistics of a loss as sums that ranks and micro-batches add up, and what a step's sums mean."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,14 +75,10 @@ class LossSums:
         """With this micro-batch's share of the loss of multi-token prediction, before its coefficient."""
         sums = self.sums.clone()
         sums[SUMMED.index("mtp_loss")] = mtp_loss.detach()
-        return LossSums(sums=sums, mismatch_max=self.mismatch_max, metric_names=self.metric_names)
+        return replace(self, sums=sums)
 
     def __add__(self, other: "LossSums") -> "LossSums":
-        return LossSums(
-            sums=self.sums + other.sums,
-            mismatch_max=torch.maximum(self.mismatch_max, other.mismatch_max),
-            metric_names=self.metric_names,
-        )
+        return replace(self, sums=self.sums + other.sums, mismatch_max=torch.maximum(self.mismatch_max, other.mismatch_max))
 
 
 def observed_sums(
@@ -108,7 +104,6 @@ def observed_sums(
         "weight": mask_T.double().sum() if seen.weight_T is None else torch.where(mask_T, seen.weight_T.double(), 0.0).sum(),
         "bounded": (seen.bounded_T & sampled_T).double().sum(),
         "dropped": nothing if seen.dropped_T is None else (seen.dropped_T & sampled_T).double().sum(),
-        "mtp_loss": nothing,
         "kl_teacher": nothing if distance_T is None else distance_T.double().sum(),
         "num_taught": nothing if taught_T is None else taught_T.double().sum(),
         "num_sampled": sampled_T.double().sum(),
@@ -123,15 +118,13 @@ def observed_sums(
         "server_squared": (rollout_T**2).sum(),
         "product": (logp_T * rollout_T).sum(),
     }
-    metrics = [
-        torch.where(mask_T, seen.metrics[name].detach().double(), 0.0).sum() if name in seen.metrics else nothing for name in metric_names
-    ]
+    metrics = {
+        name: torch.where(mask_T, seen.metrics[name].detach().double(), 0.0).sum() if name in seen.metrics else nothing
+        for name in metric_names
+    }
+    found = LossSums.of_means(by_name, metrics)
     servers = _by_server(mismatch_T, server_T, num_servers)
-    return LossSums(
-        sums=torch.cat([torch.stack([by_name[name] for name in SUMMED] + metrics), servers.flatten()]),
-        mismatch_max=mismatch_T.max(),
-        metric_names=metric_names,
-    )
+    return replace(found, sums=torch.cat([found.sums, servers.flatten()]), mismatch_max=mismatch_T.max())
 
 
 def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) -> Tensor:
