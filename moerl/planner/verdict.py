@@ -10,6 +10,7 @@ from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
+from moerl.config.rules.server_layout_rules import layout_problems
 from moerl.config.schema.job_config import GpuConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixed_memory import GIB
@@ -39,7 +40,7 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _domain_problems(config, gpu)
     is_placed = config.placement.mode != "group_colocated" or config.placement.num_shared is not None  # else reported by validation
     if hf is not None and facts.shape is not None and is_placed and not any(broken_layout(config.train.layout, facts.shape)):
-        found = [*_rank_problems(config, facts, hf, gpu), *_companion_problems(config, hf, gpu), *_server_problems(config, hf, gpu)]
+        found = [*_rank_problems(config, facts, hf, gpu), *_companion_problems(config, hf, gpu), *_server_problems(config, facts, hf, gpu)]
         yield from found or _host_problems(config, hf, gpu)  # what mends the GPUs changes the nodes
 
 
@@ -109,7 +110,7 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
 
 
-def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
+def _server_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
     if not config.rollout.traits.has_environment:
         return
     layout = config.rollout.layout
@@ -126,16 +127,21 @@ def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -
         f"needs at least {found.weights / GIB:.1f} GiB for the weights on each GPU of a server, and {share}{gpu.name} "
         f"has {found.available / GIB:.1f}"
     )
-    wider = next((factor for factor in (2, 4, 8, 16, 32, 64) if _server_bytes(config, hf, factor) < 0.9 * found.available), None)
-    gpus = None if wider is None else layout.gpus * wider
-    fix = "larger GPUs" if gpus is None else f"rollout.layout.gpus={gpus}, with ep={gpus} for experts, and fewer servers"
+    fix = next(_wider_servers(config, facts, hf, round(0.9 * found.available)), "larger GPUs")
     yield problem("rollout.layout.gpus", layout.gpus, rule, "keys and values, and what the engine computes with, come on top", fix)
 
 
-def _server_bytes(config: RunConfig, hf: Mapping[str, Any], factor: int) -> int:
-    layout = config.rollout.layout
-    wider = replace(layout, gpus=layout.gpus * factor, ep=layout.ep * factor)
-    return server_memory(hf, replace(config, rollout=replace(config.rollout, layout=wider))).weights
+def _wider_servers(config: RunConfig, facts: Facts, hf: Mapping[str, Any], room: int) -> Iterator[str]:
+    """Numbers of GPUs over which the weights take less than `room` bytes on each, and which break no rule that is not broken now."""
+    assert facts.shape is not None
+    layout, broken = config.rollout.layout, {found.path for found in layout_problems(config, facts)}
+    for factor in (2, 4, 8, 16, 32, 64):
+        gpus = layout.gpus * factor
+        wider = replace(layout, gpus=gpus, ep=1 if facts.shape.num_experts is None else gpus)
+        changed = replace(config, rollout=replace(config.rollout, layout=wider))
+        if server_memory(hf, changed).weights < room and {found.path for found in layout_problems(changed, facts)} <= broken:
+            with_experts = "" if wider.ep == 1 else f" with ep={gpus} for experts,"
+            yield f"rollout.layout.gpus={gpus},{with_experts} and fewer servers"
 
 
 def _cache_problem(config: RunConfig, found: ServerMemory, gpu: GpuConfig) -> Problem:

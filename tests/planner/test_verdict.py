@@ -157,6 +157,22 @@ def test_servers_whose_weights_do_not_fit_are_refused():
     assert "rollout.layout.gpus=32" in told["rollout.layout.gpus"]
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (
+            ("recipe=grpo-qwen3-0.6b-1n1g-sync", "placement.gpu.memory_mib=2400", "rollout.layout.memory_fraction=0.4"),
+            "rollout.layout.gpus=2, and fewer servers",
+        ),
+        ((GLM, "hardware=h100-80", "rollout.layout.memory_fraction=0.2"), "larger GPUs"),
+    ],
+    ids=["dense", "160 experts"],
+)
+def test_wider_servers_that_a_refusal_names_break_no_rule(words, fix):
+    """A dense model has no experts to spread, and 160 are not spread over 64 GPUs."""
+    assert f"fix: {fix}" in refused(*words)["rollout.layout.gpus"]
+
+
 def test_a_server_that_fits_on_no_gpu_is_not_taken_for_a_fault_of_the_trainer():
     """No layout of the trainer's makes room for it."""
     told = refused(KIMI, "rollout.num_servers=32", "rollout.layout.gpus=8", "rollout.layout.ep=8")
