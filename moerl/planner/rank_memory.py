@@ -165,7 +165,7 @@ def companion_memory(hf: Mapping[str, Any], config: RunConfig, model: CompanionM
 
     def of_stage(_: int, chunks: list[ChunkParameters], activations: StageActivations) -> tuple[_Static, dict[Phase, Kinds], Kinds]:
         static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
-        phases = {phase: _phase(phase, own_hf, own, static, activations, None, (), pushes=False) for phase in wanted}
+        phases = {phase: _phase(phase, own_hf, own, static, activations, None, ()) for phase in wanted}
         phases["load"] = {**phases["load"], "gradients": phases["load"].get("gradients", 0) + static.built}
         return static, phases, _host(own, static, ())
 
@@ -232,7 +232,7 @@ def _guests(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> 
 
 def _phase(
     phase: Phase, hf: Mapping[str, Any], config: RunConfig, static: _Static, activations: StageActivations, server: ServerMemory | None,
-    guests: Sequence[_Guest], *, pushes: bool = True,
+    guests: Sequence[_Guest],
 ) -> Kinds:  # fmt: skip
     train, state = config.train, _STATES[phase]
     held = ON_DEVICE[train.offload][state]
@@ -245,7 +245,7 @@ def _phase(
         kinds["companions"] = resting + (max(guest.awake - guest.asleep for guest in guests) if phase == "companions" else 0)
     if phase not in ("load", *_WITHOUT_FP8_COPIES[train.offload]):
         kinds["FP8 copies"] = static.fp8
-    if phase == "push" and pushes:
+    if phase == "push":
         slots = fixed.PUSH_BUFFERS + (fixed.RELAY_BUFFERS if relays_pushes(config) else 0)
         kinds["push buffers"] = slots * config.weights.bucket_bytes
     if phase == "update":

@@ -67,7 +67,7 @@ def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: 
     """Phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
     ranks, server = planned(hf, config)
     beside = server if num_shared(config) > 0 else None
-    shares = beside is not None and (beside.available is None or beside.cache > 0)  # else it fits nowhere, which _server_problems tells
+    shares = beside is not None and beside.cache > 0  # else it fits nowhere, which _server_problems tells
     training = PHASES if beside is None else _TRAINING
     worst, phase = _worst(ranks, training)
     if worst.device(phase) <= gpu.memory_bytes:
