@@ -3,6 +3,8 @@
 import pytest
 
 from moerl.check import load_checked
+from moerl.config.derive.model_configs import model_config
+from moerl.planner.parameter_counts import model_parameters
 from moerl.planner.push_plan import plan_push, route_of
 
 SEPARATE, SHARED, TINY = "grpo-qwen3-235b-32n8g-async", "grpo-qwen3-235b-16n8g-sync", "grpo-tiny-moe-1n2g-sync"
@@ -41,3 +43,14 @@ def test_a_figure_is_told_of_a_card_or_of_a_rate_that_is_given():
     plain, given = (str(plan_push(config, **SIZES, card_gbit=rate)) for rate in (None, 10.0))
     assert "transport        ipc" in plain and "bound            not told" in plain and "for comparison" not in plain
     assert "at 10 Gbit/s: the busiest card alone" in given and "for comparison" in given
+
+
+def test_bytes_are_those_of_the_model_and_all_that_is_promised_is_told():
+    config = load_checked([f"recipe={TINY}"])
+    found = plan_push(config, **SIZES, card_gbit=10.0)
+    others, experts = model_parameters(model_config(config.model))
+    assert (found.expert_bytes, found.other_bytes) == (4 * experts, 4 * others)
+    assert [line[:17].strip() for line in str(found).splitlines()] == [
+        "model", "trainer", "rollout", "network in", "network out", "within nodes", "transport", "bound", "schedule", "incomplete",
+        "for comparison",
+    ]  # fmt: skip

@@ -9,12 +9,13 @@ from engine_ranks import run_ranks
 from family_cases import write_case
 from planned_jobs import held_bytes, trained_bytes
 
-from moerl.config.derive.model_configs import model_config
+from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
 from moerl.config.schema.companion_config import DistillationConfig, TeacherConfig
 from moerl.config.schema.train_config import MuonConfig
-from moerl.planner.parameter_counts import rank_parameters
+from moerl.planner.memory_plan import planned
+from moerl.planner.parameter_counts import model_parameters, rank_parameters
 from moerl.planner.rank_memory import companions_memory, muon_bytes, rank_memory
 
 RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
@@ -74,6 +75,37 @@ def test_muon_saves_a_large_model_a_third_of_its_optimizer():
 def plan_of(*overrides):
     config = load(["recipe=grpo-qwen3-235b-16n8g-sync", *overrides])
     return config, rank_memory(model_config(config.model), config)
+
+
+FP8 = "train.fp8={recipe: tensorwise, format: hybrid}"
+AWARE = "train.optimizer.memory.precision_aware=true"
+NARROW = [f"train.optimizer.memory.{moment}_dtype=bfloat16" for moment in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "phase", "kind", "times"),
+    [
+        (FP8, ["hardware=b200"], "update", "FP8 copies", 0.5),  # its units read an operand in either order
+        (FP8, ["+train.megatron.disable_parameter_transpose_cache=true"], "update", "FP8 copies", 0),
+        (AWARE, NARROW, "update", "optimizer", 8 / 12),
+        (AWARE, NARROW, "save", "optimizer", 16 / 12),  # both widened beside it
+        (AWARE, [], "save", "optimizer", 1),
+    ],
+)
+def test_a_setting_changes_what_a_parameter_takes(before, more, phase, kind, times):
+    (_, plain), (_, changed) = plan_of(before), plan_of(before, *more)
+    for rank, other in zip(plain, changed, strict=True):
+        assert other.phases[phase][kind] == pytest.approx(times * rank.phases["update"][kind], abs=8)
+        assert rank.phases["update"][kind] > 0
+
+
+def test_a_server_holds_the_copies_of_busy_experts():
+    plain, copied = (
+        planned(model_config(config.model), config)[1].weights
+        for config in (load(["recipe=grpo-qwen3-235b-16n8g-sync", *words]) for words in ([], ["rollout.layout.redundant_experts=32"]))
+    )
+    _, experts = model_parameters(published_config("qwen3-235b-a22b"))
+    assert copied - plain == pytest.approx(2 * experts * 32 / 128 / load(["recipe=grpo-qwen3-235b-16n8g-sync"]).rollout.layout.gpus, abs=4)
 
 
 def test_a_critic_beside_the_policy_is_as_large_and_leaves_with_it():
