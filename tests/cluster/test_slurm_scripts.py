@@ -92,6 +92,7 @@ def test_a_container_sees_the_directory_of_recipes_where_nodes_look_for_it(given
 def test_an_apptainer_container_has_the_gpus():
     script = rendered(DEEPSEEK, APPTAINER)
     assert "apptainer exec --nv \\" in script
+    assert '--pwd="$PWD" \\\n    --bind="$PWD" \\\n' in script
     assert "--bind='/my data:/data' \\\n    /images/moerl.sif \\\n    python3" in script
     assert "--nv" not in rendered(DEMO, APPTAINER, "slurm.gpus_per_node=0")
 
@@ -197,6 +198,9 @@ def test_a_job_is_none_of_the_allocation_in_which_it_was_launched(tmp_path: Path
     overrides = [DEMO, f"output_dir={tmp_path}"]
     assert submit(load(overrides), rendered(*overrides)).startswith("job 7: ")
     assert (tmp_path / "seen").read_text() == "SLURM_CONF=/etc/slurm.conf\n"
+    monkeypatch.delenv("SLURM_JOB_ID")  # outside of an allocation they are the user's own, for sbatch
+    submit(load(overrides), rendered(*overrides))
+    assert len((tmp_path / "seen").read_text().splitlines()) == len(ALLOCATION)
 
 
 def test_no_variable_of_sbatchs_wins_over_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.check import load_checked
-from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts, without_companions
+from moerl.config.derive.companion_models import companion_config, companion_models, makes_room, own_layouts, without_companions
 from moerl.config.derive.gpu_map import gpu_map
 from moerl.config.load import load
 from moerl.config.rules.companion_rules import source_problems, tokenizer_difference
@@ -180,3 +180,16 @@ def test_the_commands_of_the_page_have_settings_that_a_run_takes(model):
     assert len(commands) >= 6
     for words in commands:
         load([word.replace("DIRECTORY", str(model)) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "makes"),
+    [
+        (["train.offload=all"], False),
+        (["algorithm=ppo", "train.offload=all"], True),
+        (["algorithm=ppo"], False),
+        (["algorithm=ppo", "train.offload=all", "critic.layout={ranks: 1}"], False),
+    ],
+)
+def test_the_policy_makes_room_for_models_on_its_own_ranks_alone(overrides, makes):
+    assert makes_room(load([RECIPE, *overrides])) is makes

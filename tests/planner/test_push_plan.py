@@ -1,11 +1,14 @@
 """`moerl plan` of a push: the transport that the run will take, and no figure for one that it will not."""
 
+from dataclasses import replace
+
 import pytest
 
 from moerl.check import load_checked
 from moerl.config.derive.model_configs import model_config
+from moerl.config.load import load
 from moerl.planner.parameter_counts import model_parameters
-from moerl.planner.push_plan import plan_push, route_of
+from moerl.planner.push_plan import plan_push, rollout_of, route_of
 
 SEPARATE, SHARED, TINY = "grpo-qwen3-235b-32n8g-async", "grpo-qwen3-235b-16n8g-sync", "grpo-tiny-moe-1n2g-sync"
 HALF_SHARED = (
@@ -43,6 +46,15 @@ def test_a_figure_is_told_of_a_card_or_of_a_rate_that_is_given():
     plain, given = (str(plan_push(config, **SIZES, card_gbit=rate)) for rate in (None, 10.0))
     assert "transport        ipc" in plain and "bound            not told" in plain and "for comparison" not in plain
     assert "at 10 Gbit/s: the busiest card alone" in given and "for comparison" in given
+    over_cards = load_checked([f"recipe={TINY}", "weights.transport=nccl"])
+    assert "at 400 Gbit/s: the busiest card alone" in str(plan_push(over_cards, **SIZES, card_gbit=None))
+
+
+def test_experts_are_spread_as_the_recipe_says_but_over_all_gpus_of_other_servers():
+    config = load([f"recipe={SEPARATE}"])
+    layout = replace(config.rollout.layout, gpus=8, ep=2)
+    config = replace(config, rollout=replace(config.rollout, layout=layout))
+    assert [rollout_of(config, gpus_per_server=gpus).expert_shares for gpus in (None, 16)] == [2, 16]
 
 
 def test_bytes_are_those_of_the_model_and_all_that_is_promised_is_told():

@@ -99,6 +99,13 @@ def test_a_setting_changes_what_a_parameter_takes(before, more, phase, kind, tim
         assert rank.phases["update"][kind] > 0
 
 
+def test_layers_that_stay_in_bfloat16_have_no_fp8_copies():
+    _, ranks = plan_of("train.fp8={recipe: blockwise}")
+    _, fewer = plan_of("train.fp8={recipe: blockwise, first_layers_bf16: 1, last_layers_bf16: 2}")
+    before, after = (sum(rank.phases["update"]["FP8 copies"] for rank in each) for each in (ranks, fewer))
+    assert after / before == pytest.approx(91 / 94, rel=1e-6)  # of layers that are all alike
+
+
 def test_a_server_holds_the_copies_of_busy_experts():
     plain, copied = (
         planned(model_config(config.model), config)[1].weights
