@@ -165,11 +165,11 @@ def test_replicas_that_have_diverged_are_named():
     found = deliveries(plan_transfers(tensors_of(1), layout, two_nodes, num_experts=EXPERTS, part_bytes=64), bucket_bytes=10_000)
     values = values_of(found.tensors)
     digests = {rank: sender.digests() for rank, sender in senders(found, values).items()}
-    shared = {entry.name for bucket in found.jobs[0] for entry in bucket.entries} & {
-        entry.name for bucket in found.jobs[1] for entry in bucket.entries
-    }
-    assert shared
-    manifest_of(found, digests, version=1)
+    first, second = ({(entry.name, entry.start) for bucket in found.jobs[rank] for entry in bucket.entries} for rank in (0, 1))
+    assert first & second
+    manifest = manifest_of(found, digests, version=1)
+    held = {(name, piece.start): piece.ranks for name, pieces in manifest.pieces.items() for piece in pieces}
+    assert held == {key: tuple(rank for rank, keys in enumerate((first, second)) if key in keys) for key in first | second}
     digests[1] = ["0" * 32] * len(digests[1])
     with pytest.raises(WeightError, match="trainer ranks 0 and 1 hold copies of it, and their bytes differ"):
         manifest_of(found, digests, version=1)
