@@ -9,7 +9,7 @@ from moerl.types.push import TensorSpec
 from moerl.weights.installation import found_digest
 from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.verify.digest import tensor_digest
-from moerl.weights.verify.places import parts_of
+from moerl.weights.verify.places import Place, parts_of
 
 
 def sent(*shape):
@@ -106,6 +106,15 @@ def test_a_cast_shows():
     installed = InstalledBytes(lambda weights: [half.copy_(weight) for _, weight in weights], {"x": spec_of("x", tensor)})
     parts = parts_of(installed("x", (0, 0), tensor), (0, 0), tensor)
     assert found_digest(parts, tensor, tensor_digest(tensor)) != tensor_digest(tensor)
+
+
+def test_a_part_in_another_dtype_is_found_though_it_rounds_to_what_was_sent():
+    """Digests of a piece that is held in part are of what came with what is held in its place, which a copy would round."""
+    piece = torch.arange(1, 9).bfloat16().view(4, 2)
+    for more, is_found in ((0.0, False), (2**-12, True)):
+        place = Place(target=piece[:2].float() * (1 + more), start=(0, 0), steps=(1, 1))
+        digest = found_digest(parts_of([place], (0, 0), piece), piece, tensor_digest(piece))
+        assert (digest != tensor_digest(piece)) is is_found
 
 
 @pytest.mark.parametrize("load", [lambda weights: None, lambda weights: [torch.zeros(2, 4).copy_(weight * 2) for _, weight in weights]])
