@@ -271,3 +271,11 @@ def test_a_quantizer_s_file_tells_what_config_json_does_not(file, tmp_path):
     (tmp_path / file).write_text("{}")
     after = [problem.rule for problem in checkpoint_problems(tmp_path)]
     assert [rule for rule in after if rule not in before] == [f"must not be quantized ({file})"]
+
+
+@pytest.mark.parametrize("name", [name for name, hf in PUBLISHED.items() if "kv_lora_rank" not in hf])
+def test_key_value_heads_that_are_not_written_are_transformers_or_refused(name):
+    hf = {key: value for key, value in PUBLISHED[name].items() if key != "num_key_value_heads"}
+    told = [rule for rule, _, _ in find_family(hf).broken_rules(hf) if "num_key_value_heads" in rule]
+    ours = find_family(hf).transformer_config(hf)["num_query_groups"]
+    assert bool(told) == (AutoConfig.for_model(**hf).num_key_value_heads != ours)

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_softmax_experts, written_head_dim
+from moerl.models.families.parts.family_checks import (
+    SILU,
+    Fixed,
+    fixed_values,
+    readable_weights,
+    several_softmax_experts,
+    written_groups,
+    written_head_dim,
+)
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
     LAYER,
@@ -61,6 +69,7 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **_GATES, **_BIASES})
     yield from readable_weights(hf)
+    yield from written_groups(hf)
     yield from whole_heads(hf)
     yield from several_softmax_experts(hf)
     yield from written_head_dim(hf)

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, Fixed, fixed_values, readable_weights, written_head_dim
+from moerl.models.families.parts.family_checks import (
+    NO_WINDOW,
+    SILU,
+    Fixed,
+    fixed_values,
+    readable_weights,
+    written_groups,
+    written_head_dim,
+)
 from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts
 from moerl.models.families.parts.rope import rope_rules, rotary
 from moerl.models.families.parts.sigmoid_routers import several_experts, sigmoid_router_fields
@@ -40,6 +48,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from several_experts(hf)
     yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
+    yield from written_groups(hf)
     yield from written_head_dim(hf)
     if 0 in (hf.get("attn_type_list") or ()):
         reason = "0 is linear attention, which MiniMax-M1 has and this family's table has not"

@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Served
-from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, fixed_values, readable_weights, several_softmax_experts
+from moerl.models.families.parts.family_checks import (
+    NO_WINDOW,
+    SILU,
+    fixed_values,
+    readable_weights,
+    several_softmax_experts,
+    written_groups,
+)
 from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
 from moerl.models.families.parts.rope import rope_rules, rotary
 
@@ -22,6 +29,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from rope_rules(hf)
     yield from several_softmax_experts(hf)
     yield from readable_weights(hf)
+    yield from written_groups(hf)
 
 
 MIXTRAL = Family(

@@ -12,6 +12,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
+    written_groups,
     written_head_dim,
 )
 from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, dense, ends, experts, softmax_router_fields
@@ -38,6 +39,7 @@ def _common_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **NO_BIAS, **FULL_ATTENTION})
     yield from rope_rules(hf)
     yield from readable_weights(hf)
+    yield from written_groups(hf)
 
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

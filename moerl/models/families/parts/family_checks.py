@@ -32,6 +32,12 @@ def written_head_dim(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield BrokenRule("needs head_dim in config.json", reason, "the one that the weights have: rows of k_proj / num_key_value_heads")
 
 
+def written_groups(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    if hf.get("num_key_value_heads") is None:
+        reason = "transformers has a number of its own for this type where none is written, however many heads there are"
+        yield BrokenRule("needs num_key_value_heads in config.json", reason, "the one that the weights have: rows of k_proj / head_dim")
+
+
 def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
     """Whether weights are stored as DeepSeek-V3's, in blocks of 128 x 128 with a scale each (moerl/models/fp8_blocks.py). MiniMax-M2 calls
     the same format float8_e4m3fn."""
