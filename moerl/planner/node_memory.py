@@ -83,11 +83,11 @@ def routes_share(config: RunConfig) -> float:
 
 
 def largest_tensors(hf: Mapping[str, Any], config: RunConfig) -> int:
-    """Embedding and output layer: over a network they come in pieces, and are put together in host memory by every GPU of a server of vLLM,
-    which wants tensors whole (moerl/weights/installation.py)."""
+    """Embedding, and output layer if that is another tensor: over a network they come in pieces, and are put together in host memory by
+    every GPU of a server of vLLM, which wants tensors whole (moerl/weights/installation.py)."""
     if config.rollout.traits.joined != "all":
         return 0
-    return 2 * hf["vocab_size"] * hf["hidden_size"] * WIDTHS[config.rollout_dtype]
+    return (1 if is_tied(hf) else 2) * hf["vocab_size"] * hf["hidden_size"] * WIDTHS[config.rollout_dtype]
 
 
 def checkpoint_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:

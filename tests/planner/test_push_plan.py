@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from moerl.check import load_checked
-from moerl.config.derive.model_configs import model_config
+from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import load
+from moerl.planner.node_memory import largest_tensors
 from moerl.planner.parameter_counts import model_parameters
 from moerl.planner.push_plan import plan_push, rollout_of, route_of
 
@@ -66,3 +67,10 @@ def test_bytes_are_those_of_the_model_and_all_that_is_promised_is_told():
         "model", "trainer", "rollout", "network in", "network out", "within nodes", "transport", "bound", "schedule", "incomplete",
         "for comparison",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_largest_tensors_of_a_push_are_counted_once_where_the_output_layer_is_the_embedding(is_tied):
+    config = load(["recipe=grpo-qwen3-0.6b-1n1g-sync", "rollout.engine=vllm"])
+    hf = published_config("qwen3-0.6b") | {"tie_word_embeddings": is_tied}
+    assert largest_tensors(hf, config) == (1 if is_tied else 2) * 2 * 151936 * 1024
