@@ -28,7 +28,7 @@ ROLES = (
     ("ray::IDLE", "worker of Ray without a task"), ("ray::DashboardAgent", "Ray's dashboard agent"),
     ("ray::RuntimeEnvAgent", "Ray's agent for environments"), ("dashboard/agent.py", "Ray's dashboard agent"),
     ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"),
-    ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"), ("ray_agents_reaper", "reaper of Ray's agents"),
+    ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"),
     ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"),
     ("reward_supervisor", "reward supervisor, worker"),
     ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 
+import psutil
+
 from moerl.cluster.forks import ray_agent
 
 SCRIPT = """
-import psutil, ray
+import psutil, ray, sys
 from moerl.cluster.forks.local_ray import local_ray
 
 def names():
@@ -28,7 +30,8 @@ with local_ray(120.0) as daemons:
     print(ray.get(actor.remote().read.remote()), any("/dashboard/dashboard.py " in name for name in names()))
     print(modules("ray::DashboardAgent"), modules("ray::RuntimeEnvAgent"))
     print(ray.get(actor.options(runtime_env={"env_vars": {"OF_A_TEST": "7"}}).remote().read.remote(), timeout=90))
-    print(modules("ray::DashboardAgent"), modules("ray::RuntimeEnvAgent"), [node["Alive"] for node in ray.nodes()])
+    print(modules("ray::DashboardAgent"), modules("ray::RuntimeEnvAgent"), [node["Alive"] for node in ray.nodes()], flush=True)
+    sys.stdin.read()
 """
 EXPECTED = """['gcs_server', 'raylet', 'dashboard agent', 'agent for runtime environments']
 None False
@@ -38,10 +41,17 @@ False True [True]
 """
 
 
-def test_agents_stand_in_until_a_task_brings_an_environment():
+def test_agents_stand_in_until_a_task_brings_an_environment_and_all_end_with_a_killed_driver():
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=240)
-    assert done.stdout == EXPECTED, done.stderr
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as driver:
+        said = "".join(driver.stdout.readline() for _ in EXPECTED.splitlines())
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+    assert said == EXPECTED
+    assert len(family) >= 4, "two daemons and their agents"
+    assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
 def test_an_agent_ends_whose_raylet_was_killed_before_it_began(tmp_path):

@@ -31,7 +31,6 @@ PROCESSES = {
     "raylet": r"/raylet/raylet ",
     "dashboard agent": r"^ray::DashboardAgent",
     "runtime env agent": r"^ray::RuntimeEnvAgent",
-    "reaper": r" -m moerl\.cluster\.ray_agents_reaper ",
     "fork server": r"^moerl\.cluster\.forks",
     "fork server of ranks": r"^moerl\.cluster\.forks",
 }

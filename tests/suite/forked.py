@@ -12,7 +12,6 @@ import pytest
 
 from moerl.cluster.forks.fork_server import VARIABLE, executed_servers
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.ray_agents_reaper import reaping_ray
 
 IMPORT_SECONDS = 60.0
 
@@ -34,17 +33,15 @@ def ray_of_session(fork_server: str) -> Iterator[str]:
     """The address of a Ray on one core, fewer than ranks, as on a laptop: nobody has connected to it."""
     from ray.cluster_utils import Cluster
 
-    others = [child.pid for child in psutil.Process().children()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, fork_server)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         with own_ray(time.monotonic() + IMPORT_SECONDS):
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    with reaping_ray(others):
-        try:
-            yield cluster.address
-        finally:
-            cluster.shutdown()
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ import ray
 
 from moerl.cluster.descendants import kill_all
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.ray_agents_reaper import reaping_ray
 from moerl.cluster.user_process import ended_after
 from moerl.types.errors import ConfigError, MoerlError, Origin, problem
 from moerl.types.exit_codes import ExitCode
@@ -72,7 +71,7 @@ def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         others = [child.pid for child in psutil.Process().children()]
         _start(start_seconds, others)
-        with reaping_ray(others), ExitStack() as files:
+        with ExitStack() as files:
             files.callback(ray.shutdown)
             daemons = []
             for name, pid in _daemons(others):

@@ -1,4 +1,5 @@
-"""Stand-in for an agent of Ray's on one host: says that it serves no port, and ends with the raylet, which would end without it.
+"""Stand-in for an agent of Ray's on one host: says that it serves no port, and ends with the raylet, which would end without it. Ray's own
+notice only after a minute that the raylet is gone; the one that takes this one's place has its death signal too.
 
     PYTHON ray_agent.py PYTHON AGENT.py --session-dir=... --node-id=...
 
@@ -43,7 +44,6 @@ def main(command: Sequence[str]) -> None:
         port = listener.getsockname()[1]
         _tell_port(options, _SERVED, port)
         select.select([listener], [], [])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)  # the agent itself ends as Ray has it
     served = [f"--runtime-env-agent-port={port}" if word.startswith("--runtime-env-agent-port=") else word for word in command]
     os.execv(served[0], served)  # whoever has connected is refused, and Ray asks again
 
