@@ -64,13 +64,13 @@ def watch_collectives() -> None:
         shared_exchange.apply()  # beneath the record; whether it is needed is not asked, since that would start CUDA
     groups = _Groups(dist)
     for name in COLLECTIVES:
-        setattr(dist, name, _counted(getattr(dist, name), name, groups))
+        setattr(dist, name, _noted(getattr(dist, name), COLLECTIVE, groups))
     for name in POINT_TO_POINT:
-        marked = _marked(getattr(dist, name), COLLECTIVE, name)
-        setattr(dist, name, marked)
+        noted = _noted(getattr(dist, name), COLLECTIVE)
+        setattr(dist, name, noted)
         # P2POp takes isend and irecv alone, and tells them apart by identity, with the names of the module that defines them.
-        setattr(dist.distributed_c10d, name, marked)
-    dist.Work.wait = _marked(dist.Work.wait, WAIT, "wait")  # type: ignore[method-assign]
+        setattr(dist.distributed_c10d, name, noted)
+    dist.Work.wait = _noted(dist.Work.wait, WAIT)  # type: ignore[method-assign]
 
 
 def counted(micro_batches: Sequence[T]) -> Iterator[T]:
@@ -101,51 +101,25 @@ class _Groups:
         return found
 
 
-def _noted(method: Callable[..., Any], line: int) -> Callable[..., Any]:
-    name = method.__name__.encode()
+def _noted(function: Callable[..., Any], line: int, groups: _Groups | None = None) -> Callable[..., Any]:
+    """The same, on `line` of the record while it runs. `groups`: it is a collective, and counts for the group that it is called with."""
+    text = function.__name__.encode()
+    place = None if groups is None else list(inspect.signature(function).parameters).index("group")
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        own = 0
         if _record is not None:
-            _record.write(line, 1, 0, name)
+            if groups is not None and place is not None:
+                own, group_text = groups.line(args[place] if len(args) > place else kwargs.get("group"))
+                groups.num_entered[own] += 1
+                _record.write(own, groups.num_entered[own], 0, group_text)
+            _record.write(line, 1, own, text)
         try:
-            return method(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
-            if _record is not None:
-                _record.write(line, 0, 0, name)
-
-    return call
-
-
-def _counted(function: Callable[..., Any], name: str, groups: _Groups) -> Callable[..., Any]:
-    text, place = name.encode(), list(inspect.signature(function).parameters).index("group")
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _record is None:
-            return function(*args, **kwargs)
-        line, group_text = groups.line(args[place] if len(args) > place else kwargs.get("group"))
-        groups.num_entered[line] += 1
-        _record.write(line, groups.num_entered[line], 0, group_text)
-        _record.write(COLLECTIVE, 1, line, text)
-        result = function(*args, **kwargs)
-        _record.write(COLLECTIVE, 0, line, text)
-        return result
-
-    return call
-
-
-def _marked(function: Callable[..., Any], line: int, name: str) -> Callable[..., Any]:
-    text = name.encode()
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _record is None:
-            return function(*args, **kwargs)
-        _record.write(line, 1, 0, text)
-        result = function(*args, **kwargs)
-        _record.write(line, 0, 0, text)
-        return result
+            if _record is not None:  # which `function` may have opened
+                _record.write(line, 0, own, text)
 
     return call
 

@@ -1,11 +1,14 @@
 """Jobs of ranks that keep a record of what they do, as every rank of a run."""
 
+import os
+from contextlib import suppress
 from typing import Any
 
 import engine_jobs
 import torch
 import torch.distributed as dist
 
+from moerl.hangs.progress import COLLECTIVE, read_progress
 from moerl.train.rank_progress import open_record
 
 
@@ -26,3 +29,12 @@ def exchange() -> list[float]:
 def first_step(*args: Any) -> Any:
     open_record()
     return engine_jobs.first_step(*args)
+
+
+def refused() -> tuple[str, int, int]:
+    """The record after a collective that raised: its name, whether the rank is in it, and how many its group has had."""
+    open_record()
+    with suppress(TypeError):
+        dist.all_reduce("no tensor")
+    lines = read_progress(os.getpid())
+    return lines[COLLECTIVE].text, lines[COLLECTIVE].first, lines[lines[COLLECTIVE].second].first
