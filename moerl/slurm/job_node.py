@@ -201,7 +201,7 @@ class _Node:
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
             try:
                 # A job of one node needs no other address than that of its loopback.
-                ray = self._ray(common_address(guests) if guests else "127.0.0.1", meeting.token)
+                ray = self._ray(common_address(guests) if guests else "127.0.0.1", meeting.secret.key)
                 cluster = await self._start_cluster(ray, guests, watch)
                 if has_preflight(self._config.slurm):
                     await self._preflight(arguments, cluster, watch)

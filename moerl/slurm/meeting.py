@@ -1,19 +1,18 @@
 """Where the nodes of a job meet: the first one listens, and says in a file of the run's directory where.
 
-    first node --challenge--> other node --proof that it knows the token, facts--> first node
-    first node --{"ray": address}, {"refused": reason} or {"ended": code}--> other nodes
+    other node --facts--> first node --{"ray": address}, {"ended": true}--> other nodes
 
-The connections stay open for as long as the job lasts: their end is how a node learns that another is gone. Both sides of a connection
-also tell which addresses the nodes reach each other at, which no name service needs to know.
+Both have proven before that they know the secret in that file. The connections stay open for as long as the job lasts: their end is how a
+node learns that another is gone. Both sides of a connection also tell which addresses the nodes reach each other at, which no name service
+needs to know.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
-import secrets
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +22,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moerl.cluster.sockets import keep_alive
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_listener import SecretListener, connect_proven
 from moerl.hardware.network_settings import find_interfaces
 from moerl.slurm.allocation import AllocatedNode
 from moerl.types.errors import MoerlError
@@ -34,8 +34,6 @@ POLL_SECONDS = 0.2
 """Between two looks at a file: shared storage tells nobody of changes."""
 _CONNECT_SECONDS = 5.0
 """To an address of the first node, which may be one that is not reachable from here."""
-_PROOF_SECONDS, _MOST_STRANGERS = 5.0, 64
-"""A connection that has not proved by then that it knows the token is closed, and so is the oldest of more than so many."""
 _FACTS = TypeAdapter(AllocatedNode)
 
 
@@ -44,7 +42,6 @@ class NodeLink:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
-        keep_alive(writer.get_extra_info("socket"))
 
     @property
     def own_address(self) -> str:
@@ -52,7 +49,7 @@ class NodeLink:
 
     @property
     def peer_address(self) -> str:
-        return str((self._writer.get_extra_info("peername") or ("nobody",))[0])
+        return str(self._writer.get_extra_info("peername")[0])
 
     async def tell(self, **message: Any) -> None:
         """Nothing if the other side is gone: whoever reads from it learns of that."""
@@ -61,7 +58,7 @@ class NodeLink:
             await self._writer.drain()
 
     async def hear(self) -> dict[str, Any] | None:
-        """None: the other side is gone. Raises ValueError or RecursionError for what is no message."""
+        """None: the other side is gone."""
         try:
             line = await self._reader.readline()
         except OSError:
@@ -83,11 +80,11 @@ class Guest:
 class Meeting:
     """The first node's side; made by `hold_meeting`."""
 
-    def __init__(self, token: str):
-        self.token = token
+    def __init__(self) -> None:
+        self.secret = RunSecret.new()
+        self._loop = asyncio.get_running_loop()
         self._guests: asyncio.Queue[Guest] = asyncio.Queue()
         self._links: list[NodeLink] = []
-        self._strangers: list[NodeLink] = []
 
     async def gather(self, names: Sequence[str], seconds: float) -> list[Guest]:
         """Those of `names`, in that order. MoerlError names the ones that did not come in time."""
@@ -105,54 +102,32 @@ class Meeting:
             ) from error
         return [here[name] for name in names]
 
-    async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = NodeLink(reader, writer)
-        self._strangers.append(link)
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._strangers[0].close()
-        try:
-            async with asyncio.timeout(_PROOF_SECONDS):
-                guest = await self._proved(link)
-        except (ValueError, KeyError, TypeError, RecursionError, TimeoutError) as error:
-            logger.warning("a connection from %s was refused: %s", link.peer_address, str(error)[:200] or "it proved nothing in time")
-            link.close()
-            return
-        finally:
-            self._strangers.remove(link)
-        self._links.append(link)
-        self._guests.put_nowait(guest)
+    def admit(self, connection: socket.socket) -> None:
+        """From the listener's thread: of a node that has proven itself."""
+        asyncio.run_coroutine_threadsafe(self._welcome(connection), self._loop)
 
-    async def _proved(self, link: NodeLink) -> Guest:
-        """Raises ValueError, KeyError, TypeError or RecursionError for whoever is no node of this job."""
-        challenge = secrets.token_hex(32)
-        await link.tell(challenge=challenge)
-        hello = await link.hear()
-        if hello is None or not hmac.compare_digest(hello["proof"], _proof(self.token, challenge)):
-            raise ValueError("no node of this job")
-        return Guest(facts=_FACTS.validate_python(hello["facts"]), link=link)
+    async def _welcome(self, connection: socket.socket) -> None:
+        link = NodeLink(*await asyncio.open_connection(sock=connection))
+        self._links.append(link)
+        if (hello := await link.hear()) is not None:
+            self._guests.put_nowait(Guest(facts=_FACTS.validate_python(hello), link=link))
 
     def close(self) -> None:
-        for link in (*self._links, *self._strangers):
+        for link in self._links:
             link.close()
-
-
-def _proof(token: str, challenge: str) -> str:
-    return hmac.new(token.encode(), challenge.encode(), "sha256").hexdigest()
 
 
 @asynccontextmanager
 async def hold_meeting(file: Path, interface: str | None) -> AsyncIterator[Meeting]:
     """Listens, and writes `file`, readable by this user alone, which is gone afterwards."""
-    meeting = Meeting(secrets.token_hex(32))
-    addresses = addresses_of(interface)
-    server = await asyncio.start_server(meeting.welcome, "0.0.0.0" if interface is None else addresses[0], 0)
+    meeting, addresses = Meeting(), addresses_of(interface)
+    listener = SecretListener("0.0.0.0" if interface is None else addresses[0], meeting.secret, meeting.admit, name="meeting")
     try:
-        port = server.sockets[0].getsockname()[1]
-        _write_private(file, json.dumps({"addresses": addresses, "port": port, "token": meeting.token}))
+        _write_private(file, json.dumps({"addresses": addresses, "port": listener.port, "token": meeting.secret.key}))
         yield meeting
     finally:
         os.unlink(file)
-        server.close()
+        listener.close()
         meeting.close()
 
 
@@ -161,14 +136,11 @@ async def join_meeting(file: Path, facts: AllocatedNode, seconds: float) -> tupl
     try:
         async with asyncio.timeout(seconds):
             place = json.loads(await appeared(file))
-            link = await _connect(place["addresses"], place["port"])
-            asked = await link.hear()
+            link = await _connect(place["addresses"], place["port"], RunSecret(key=place["token"]))
     except TimeoutError as error:
         reason = "the first node is not there yet, or the directory is not on storage that all nodes share"
         raise MoerlError(f"no {file} after slurm.start_seconds = {seconds:g}: {reason}") from error
-    if asked is None:
-        raise MoerlError(f"the first node, which {file} names, closed the connection: it had too many at once, or has ended")
-    await link.tell(proof=_proof(place["token"], asked["challenge"]), facts=_FACTS.dump_python(facts, mode="json"))
+    await link.tell(**_FACTS.dump_python(facts, mode="json"))
     return link, place["token"]
 
 
@@ -183,16 +155,17 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-async def _connect(addresses: Sequence[str], port: int) -> NodeLink:
+async def _connect(addresses: Sequence[str], port: int, secret: RunSecret) -> NodeLink:
     reasons = []
     for address in addresses:
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                return NodeLink(*await asyncio.open_connection(address, port))
+            connection = await asyncio.to_thread(connect_proven, address, port, secret, _CONNECT_SECONDS)
         except TimeoutError:
             reasons.append(f"{address}: no answer within {_CONNECT_SECONDS:g} s")
         except OSError as error:
-            reasons.append(f"{address}: {error.strerror}")
+            reasons.append(f"{address}: {error.strerror or error}")
+        else:
+            return NodeLink(*await asyncio.open_connection(sock=connection))
     raise MoerlError(f"the first node is not reachable at port {port} ({'; '.join(reasons)}); network.interface= names the network to use")
 
 

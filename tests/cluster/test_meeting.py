@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.slurm import meeting as meetings
+from moerl.cluster import secret_listener
 from moerl.slurm.allocation import AllocatedNode
 from moerl.slurm.meeting import addresses_of, common_address, hold_meeting, join_meeting
 from moerl.types.errors import MoerlError
@@ -54,15 +54,17 @@ def test_who_does_not_come_is_named(tmp_path: Path):
         asyncio.run(first())
 
 
-def test_a_stranger_without_the_token_is_nobody(tmp_path: Path):
+def test_a_node_without_the_token_is_nobody_and_is_told(tmp_path: Path):
     file = tmp_path / "meeting.json"
 
     async def first() -> None:
         async with hold_meeting(file, "lo") as meeting:
             place = json.loads(file.read_text())
             file.write_text(json.dumps({**place, "token": "0" * 64}))
-            link, _ = await join_meeting(file, facts("n1"), 10)
-            assert await link.hear() is None
+            with pytest.raises(
+                MoerlError, match=r"not reachable at port \d+ \(127\.0\.0\.1: the other side left before it had proven itself"
+            ):
+                await join_meeting(file, facts("n1"), 10)
             await meeting.gather(["n1"], 0.2)
 
     with pytest.raises(MoerlError, match="n1 did not come"):
@@ -79,44 +81,22 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
         addresses_of("ib9")
 
 
-@pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n", b"[]\n", b'{"proof": 1}\n', b'{"proof": "\xc3\xa4"}\n', b"[" * 50000 + b"\n", b"x" * 2**20, b""]
-)
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n" * 20, b"x" * 2**20, b""])
 def test_a_stranger_is_closed_and_nothing_of_it_is_an_error(said: bytes, tmp_path: Path, caplog, monkeypatch):
-    monkeypatch.setattr(meetings, "_PROOF_SECONDS", 0.3)
+    monkeypatch.setattr(secret_listener, "PROOF_SECONDS", 0.3)
     file = tmp_path / "meeting.json"
 
     async def first() -> list[AllocatedNode]:
         async with hold_meeting(file, "lo") as meeting:
             reader, writer = await asyncio.open_connection("127.0.0.1", json.loads(file.read_text())["port"])
-            heard = await reader.readline()
             writer.write(said)
             async with asyncio.timeout(10):
                 with suppress(ConnectionError):
-                    assert await reader.read() == b""
+                    assert len(await reader.read()) <= 32, "the nonce"
             writer.close()
-            assert meeting.token.encode() not in heard
             await join_meeting(file, facts("n1"), 10)
             return [guest.facts for guest in await meeting.gather(["n1"], 10)]
 
     assert asyncio.run(first()) == [facts("n1")]
     gc.collect()  # asyncio tells of what a task raised when the task goes
     assert [record.getMessage() for record in caplog.records if record.exc_info or record.name == "asyncio"] == []
-
-
-def test_silent_strangers_are_so_many_at_most_and_a_node_still_comes(tmp_path: Path):
-    file = tmp_path / "meeting.json"
-
-    async def first() -> None:
-        async with hold_meeting(file, "lo") as meeting:
-            port = json.loads(file.read_text())["port"]
-            crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(meetings._MOST_STRANGERS + 6)]
-            async with asyncio.timeout(10):
-                assert [len((await reader.read()).splitlines()) for reader, _ in crowd[:6]] == [1] * 6, "the oldest go"
-            await join_meeting(file, facts("n1"), 10)
-            await meeting.gather(["n1"], 10)
-            assert len(meeting._strangers) == meetings._MOST_STRANGERS - 1
-            for _, writer in crowd:
-                writer.close()
-
-    asyncio.run(first())
