@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -84,16 +83,14 @@ class ForkedProcess:
         self._connection.connect(b"\0" + name.encode())
         if user_of(self._connection) != os.getuid():
             raise OSError("somebody else's server")
-        socket.send_fds(self._connection, [struct.pack("!Q", len(text))], list(files))
-        self._connection.sendall(text)
+        socket.send_fds(self._connection, [b"\0"], list(files))
+        self._connection.sendall(text + b"\n")
         return int(self._line())
 
     def _line(self) -> bytes:
         """The end of the connection is that of the server, and of what it forked."""
-        line = b""
-        while not line.endswith(b"\n") and (byte := self._connection.recv(1)):
-            line += byte
-        return line
+        with self._connection.makefile("rb", buffering=0) as said:
+            return said.readline()
 
     def _read(self, timeout: float | None) -> None:
         if self.returncode is not None or not select.select([self._connection], [], [], timeout)[0]:

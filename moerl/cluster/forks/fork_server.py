@@ -271,14 +271,9 @@ def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int
     """ValueError for one that is not whole, OSError for one that does not come; no file of it stays open then."""
     files: list[int] = []
     try:
-        head, files, _, _ = socket.recv_fds(connection, 8, 3)
-        text = bytearray()
-        while len(head) == 8 and len(text) < (size := struct.unpack("!Q", head)[0]):
-            part = connection.recv(min(size - len(text), 2**20))
-            if not part:
-                break
-            text += part
-        request: dict[str, Any] = json.loads(text)  # of one that ends early there is none
+        _, files, _, _ = socket.recv_fds(connection, 1, 3)
+        with connection.makefile("rb") as sent:
+            request: dict[str, Any] = json.loads(sent.readline())  # of one that ends early there is none
     except (OSError, ValueError):
         _close(files)
         raise
