@@ -71,17 +71,9 @@ def _read(text: str) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence
     return nodes, switches
 
 
-def _lines(text: str) -> Iterator[str]:
+def _lines(text: str) -> list[str]:
     """Lines as Slurm has them (src/common/parse_config.c): without comments, one that ends in a backslash together with the next."""
-    line = ""
-    for part in text.splitlines():
-        line += part.partition("#")[0].rstrip()
-        if line.endswith("\\"):
-            line = line[:-1]
-        else:
-            yield line
-            line = ""
-    yield line
+    return re.sub(r"[^\S\n]*(#.*)?$", "", f"{text}\n", flags=re.MULTILINE).replace("\\\n", "").splitlines()
 
 
 def _leaves(switch: str, nodes: Mapping[str, Sequence[str]], switches: Mapping[str, Sequence[str]]) -> Iterator[str]:
