@@ -218,14 +218,15 @@ def _send(connection: socket.socket, parts: Sequence[bytes]) -> None:
 
 def _receive(connection: socket.socket) -> list[bytes] | None:
     """None: the other side has hung up. ValueError for what is no message."""
-    head = _exactly(connection, _LENGTH.size)
-    if head is None:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes")
-    body = _exactly(connection, length)
-    return None if body is None else _parts(body)
+    with connection.makefile("rb") as file:  # which reads nothing of another message: a side sends one and waits for its answer
+        head = file.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if not 0 < length <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        body = file.read(length)
+    return _parts(body) if len(body) == length else None
 
 
 def _parts(body: bytes) -> list[bytes]:
@@ -239,13 +240,3 @@ def _parts(body: bytes) -> list[bytes]:
             raise ValueError("a part that is longer than its message")
         parts.append(body[start - length : start])
     return parts
-
-
-def _exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < num_bytes:
-        chunk = connection.recv(min(num_bytes - len(content), 2**16))
-        if not chunk:
-            return None
-        content += chunk
-    return bytes(content)
