@@ -13,18 +13,17 @@ _MOERL = logging.getLogger("moerl")
 class RunLog:
     """Takes over the root logger from construction to `close`, which restores what it found."""
 
-    def __init__(self, path: Path, terminal: Terminal | None):
+    def __init__(self, path: Path, terminal: Terminal):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-        self._own = None if terminal is None else _TerminalHandler(terminal)
+        self._own = _TerminalHandler(terminal)
         self._levels = {logger: logger.level for logger in (logging.root, _MOERL)}
         self._silenced: list[tuple[logging.Logger, logging.Handler, bool]] = []
         logging.root.addHandler(self._file)
         logging.root.setLevel(logging.INFO)
         _MOERL.setLevel(logging.INFO)
-        if self._own is not None:
-            _MOERL.addHandler(self._own)
+        _MOERL.addHandler(self._own)
         # warnings.warn becomes the logger py.warnings, hence a line of run.log.
         logging.captureWarnings(True)
         self.silence_libraries()
@@ -41,8 +40,7 @@ class RunLog:
     def close(self) -> None:
         """Safe to call twice."""
         logging.root.removeHandler(self._file)
-        if self._own is not None:
-            _MOERL.removeHandler(self._own)
+        _MOERL.removeHandler(self._own)
         for logger, level in self._levels.items():
             logger.setLevel(level)
         for logger, handler, propagate in reversed(self._silenced):

@@ -59,9 +59,10 @@ class Observer:
         self._dumps = SampleDumps(config.run_dir / "samples", every=config.observe.dump_every, num_groups=config.observe.dump_groups)
         self._writers: list[MetricsWriter] = []
         with ExitStack() as opened:
-            self._terminal = Terminal(config.num_steps, console=console) if config.observe.terminal else None
-            if self._terminal is not None:
-                opened.callback(self._terminal.close)
+            self._terminal = Terminal(
+                config.num_steps, console=console if config.observe.terminal else Console(quiet=True, force_terminal=False)
+            )
+            opened.callback(self._terminal.close)
             self._log = RunLog(config.run_dir / "run.log", self._terminal)
             opened.callback(self._log.close)
             for writer in _open_writers(config):
@@ -76,7 +77,7 @@ class Observer:
         """Time of the block counts as time/`name` of the current step; phases of one name add up. Phases do not nest.
         run.log tells when each begins."""
         log.info("phase %s begins", name)
-        self._show_phase(name)
+        self._terminal.phase(name)
         try:
             with self._clock.phase(name):
                 yield
@@ -84,7 +85,7 @@ class Observer:
             self._failed_in = name
             raise
         finally:
-            self._show_phase(None)
+            self._terminal.phase(None)
 
     def ask(self, *owners: Owner) -> None:
         """`owners` add what they know to every step from now on."""
@@ -111,8 +112,7 @@ class Observer:
         for writer in self._writers:
             writer.write(version, metrics)
         log.info("step %d took %s", version, duration(step_seconds))
-        if self._terminal is not None:
-            self._terminal.row(version, metrics)
+        self._terminal.row(version, metrics)
         try:
             self._dumps.step(version, groups)
         except StoreError as error:  # the step is trained: what ranks cannot fetch either ends the run at the next one
@@ -150,8 +150,7 @@ class Observer:
     def notice(self, text: str) -> None:
         """A result worth a line of its own, on the terminal and in run.log. Warnings go through a logger instead."""
         log.info(text)
-        if self._terminal is not None:
-            self._terminal.notice(text)
+        self._terminal.notice(text)
 
     def dump_last(self) -> None:
         """The samples of the last step, if they were not dumped. Before what they refer to is gone: with Ray's end at the latest."""
@@ -199,10 +198,6 @@ class Observer:
         self._dumps.truncate_after(step)
         self._evaluated = {version for version in self._evaluated if version <= step}
 
-    def _show_phase(self, name: str | None) -> None:
-        if self._terminal is not None:
-            self._terminal.phase(name)
-
     def _summarize(self, status: Status) -> None:
         rows = read_metrics(metrics_path(self._run_dir))
         totals = summarize(rows)
@@ -214,8 +209,7 @@ class Observer:
             lines["mismatch"] = f"mean {totals['mismatch/mean']:.1e}, max {totals['mismatch/max']:.1e}"
         lines["directory"] = str(self._run_dir)
         log.info("%s: %s", status, lines)
-        if self._terminal is not None:
-            self._terminal.summary(status, lines)
+        self._terminal.summary(status, lines)
 
 
 class PhaseClock:
