@@ -46,15 +46,14 @@ def check_trained(stats: StepStats, *, step: int) -> None:
         )
 
 
-def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old_logprobs: bool, fresh: bool) -> None:
-    """GuardError unless the first update of this process started from agreement.
+def check_first_step(stats: StepStats, *, limit: float, own_old_logprobs: bool, fresh: bool) -> None:
+    """GuardError unless the first update of this process, whose samples are all of the weights just pushed, started from agreement.
 
-    on_policy: every sample is of the weights the update started from; otherwise the log-probs may differ, and are not compared.
     own_old_logprobs: the old log-probs are the trainer's own, not the engine's.
     fresh: nothing was trained before, and both route alike, so the policy still is the reference, and kl_reference was measured before
     the first change.
     """
-    if on_policy and not stats.mismatch_mean <= limit:
+    if not stats.mismatch_mean <= limit:
         found = f"{stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens)"
         raise GuardError(mismatch_message(found, limit, "first update"))
     if own_old_logprobs and stats.first_kl_old != 0.0:
@@ -92,10 +91,4 @@ def check_step(config: RunConfig, stats: StepStats, *, step: int, is_first: bool
     check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
     check_trained(stats, step=step + 1)
     if is_first:
-        check_first_step(
-            stats,
-            limit=config.mismatch_limit,
-            on_policy=True,  # nothing older than the weights just pushed was running
-            own_old_logprobs=config.train.old_logprobs == "trainer",
-            fresh=fresh,
-        )
+        check_first_step(stats, limit=config.mismatch_limit, own_old_logprobs=config.train.old_logprobs == "trainer", fresh=fresh)
