@@ -159,9 +159,8 @@ def step_metrics(
     samples = [sample for group in groups for sample in group.samples]
     num_tokens = sum(sample.num_tokens for sample in samples)
     return {
-        **_reward_metrics(samples),
+        **_sample_metrics(samples),
         "reward/errors": float(sum(len(group.errors) for group in groups)),
-        **_length_metrics(samples),
         **_staleness_metrics(version - 1, samples),
         **_draft_metrics(samples),
         **_group_metrics(groups, full_reward),
@@ -202,10 +201,10 @@ def _reduced(how: Reduction, values: Sequence[float]) -> float:
     return float(values[-1] if how == "last" else getattr(np, how)(values))
 
 
-def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def _sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
-    rewards = np.array([sample.score.reward for sample in samples])
+    rewards, lengths = np.array([sample.score.reward for sample in samples]), np.array([sample.num_tokens for sample in samples])
     parts = dict.fromkeys(chain.from_iterable(sample.score.parts for sample in samples))
     return {
         "reward/mean": float(rewards.mean()),
@@ -216,16 +215,8 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             f"reward/part/{part}": float(np.mean([sample.score.parts[part] for sample in samples if part in sample.score.parts]))
             for part in parts
         },
-    }
-
-
-def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    if not samples:
-        return {}
-    lengths = [sample.num_tokens for sample in samples]
-    return {
-        "length/mean": float(np.mean(lengths)),
-        "length/max": float(max(lengths)),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
         "length/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
     }
 
