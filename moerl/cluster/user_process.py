@@ -101,7 +101,7 @@ def _tell(words: dict[str, object]) -> None:
 def _answer(driver: int, reading: int) -> NoReturn:
     with no_descendant_outlives():  # what a driver that was killed had not ended yet
         status, handed_on = _wait(driver)
-    words = list(_words(_read(reading)))
+    words = list(_words(reading))
     code = next((each["code"] for each in words if "code" in each), None)
     if code is not None:
         os._exit(code & 0xFF)
@@ -115,11 +115,12 @@ def _answer(driver: int, reading: int) -> NoReturn:
     os._exit(last["code_then"])
 
 
-def _words(said: bytes) -> Iterator[dict[str, Any]]:
-    """Words that it told; not a line in whose middle it was killed."""
-    for line in said.splitlines():
-        with suppress(ValueError):
-            yield json.loads(line)
+def _words(reading: int) -> Iterator[dict[str, Any]]:
+    """Words that it told; not a line in whose middle it was killed. Up to now: whatever it started and left may still hold the pipe."""
+    with open(reading, "rb", buffering=0) as pipe:
+        for line in (pipe.readall() or b"").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
 def _wait(driver: int) -> tuple[int, set[int]]:
@@ -145,17 +146,6 @@ def _status_of(driver: int) -> int | None:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, driver):
             return status if ended else None
-
-
-def _read(reading: int) -> bytes:
-    """Bytes that the driver has written: whatever it started and left may still hold the pipe."""
-    parts: list[bytes] = []
-    try:
-        while part := os.read(reading, 65536):
-            parts.append(part)
-    except BlockingIOError:
-        pass
-    return b"".join(parts)
 
 
 def _unknown(driver: int, ended_by: int | None) -> str:
