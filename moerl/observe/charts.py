@@ -1,7 +1,7 @@
 """Which metrics the report plots, and how; drawn by report.js. Charts without a single value are left out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from moerl.observe.metrics import NOT_PHASES, metric
@@ -91,7 +91,7 @@ def _phase_chart(rows: Rows) -> Chart:
     chart = _chart(rows, "Time per step", [*names, "time/other"], note="wall time by phase")
     # An area between steps needs two of them.
     kind: Literal["stacked", "bars"] = "stacked" if len(rows) > 1 else "bars"
-    return Chart(title=chart.title, unit="s", note=chart.note, x=chart.x, traces=chart.traces, kind=kind, wide=True)
+    return replace(chart, unit="s", kind=kind, wide=True)
 
 
 def _chart(rows: Rows, title: str, names: Sequence[str], *, note: str, log: bool = False) -> Chart:

@@ -217,29 +217,25 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self._begun: float | None = None
-        self._open: str | None = None
+        self.open_phase: str | None = None
         self._seconds: dict[str, float] = {}
-
-    @property
-    def open_phase(self) -> str | None:
-        return self._open
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        assert self._open is None, f"phase {name} inside phase {self._open}: their times would overlap"
+        assert self.open_phase is None, f"phase {name} inside phase {self.open_phase}: their times would overlap"
         assert name not in ("step", "other"), f"time/{name} has a meaning of its own"
         begun = time.perf_counter()
         self._begun = begun if self._begun is None else self._begun
-        self._open = name
+        self.open_phase = name
         try:
             yield
         finally:
-            self._open = None
+            self.open_phase = None
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
 
     def lap(self) -> tuple[float, dict[str, float]]:
         """Seconds of the step that ends now, and of its phases."""
-        assert self._begun is not None and self._open is None, "a step ends after its phases"
+        assert self._begun is not None and self.open_phase is None, "a step ends after its phases"
         now = time.perf_counter()
         lap, self._begun = (now - self._begun, self._seconds), now
         self._seconds = {}
