@@ -70,9 +70,9 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     if (report := report_finished(ready)) is not None:
         return report
 
-    from moerl.cluster.forks.fork_server import forking_apart
+    from moerl.cluster.forks.fork_server import forking
 
-    with forking_apart():
+    with forking(apart=True):
         from moerl import run  # takes seconds
 
         return run.train(ready, ends_at=ends_at)
@@ -86,9 +86,9 @@ def evaluate(config: RunConfig, *, checkpoint: str | Path | None = None, out: st
     """
     ready = checked_evaluation(_plain(config), checkpoint=_path(checkpoint), out=_path(out))
 
-    from moerl.cluster.forks.fork_server import forking_apart
+    from moerl.cluster.forks.fork_server import forking
 
-    with forking_apart():
+    with forking(apart=True):
         from moerl import run
 
         return run.evaluate(ready)[1]

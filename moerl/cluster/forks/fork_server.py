@@ -58,47 +58,27 @@ _KILLED_BY_EXCEPTION = 1
 
 
 @contextmanager
-def forking() -> Iterator[None]:
+def forking(*, apart: bool = False) -> Iterator[None]:
     """Context with a server forked from this process, which imports meanwhile what it preloads. Its address is in the environment.
 
     A fork runs this process's exit functions at its own end, as those of the modules that it would have imported: call it first.
     Nothing is started, and every process is executed, where the environment already says where to fork, or nowhere; where ranks are
-    started by a cluster of several nodes; and where a fork would not be a good copy of this process.
+    started by a cluster of several nodes; and where a fork would not be a good copy of this process. `apart`: the server is executed, in a
+    program that is not moerl's own: whose threads, open files and exit functions no process of a run may have.
     """
-    if _is_decided():
+    if VARIABLE in os.environ or "RAY_ADDRESS" in os.environ:
         yield
         return
-    reason = unfit()
-    if reason is not None:
+    if not apart and (reason := unfit()) is not None:
         logger.info("every process is executed: %s", reason)
         yield
         return
-    name = new_name()
-    with _forked_servers(name), _announced(name):
-        yield
-
-
-@contextmanager
-def forking_apart() -> Iterator[None]:
-    """As `forking`, in a program that is not moerl's own: whose threads, open files and exit functions no process of a run may have."""
-    if _is_decided():
-        yield
-        return
-    with executed_servers() as name, _announced(name):
-        yield
-
-
-def _is_decided() -> bool:
-    return VARIABLE in os.environ or "RAY_ADDRESS" in os.environ
-
-
-@contextmanager
-def _announced(name: str) -> Iterator[None]:
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
+    with executed_servers() if apart else _forked_servers(new_name()) as name:
+        os.environ[VARIABLE] = name
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
 
 
 @contextmanager
@@ -121,9 +101,10 @@ def serve_until_eof(name: str) -> None:
 
 
 @contextmanager
-def _forked_servers(name: str) -> Iterator[None]:
-    """Two servers, of which that for Ray's workers is a fork of the other, made when that has torch: no worker needs transformers, and both
-    import the rest side by side. They listen already, and answer when they have imported what their processes will."""
+def _forked_servers(name: str) -> Iterator[str]:
+    """Two servers under the `name`, of which that for Ray's workers is a fork of the other, made when that has torch: no worker needs
+    transformers, and both import the rest side by side. They listen already, and answer when they have imported what
+    their processes will."""
     listener, for_ranks = listen(name), listen(for_workers(name))
 
     def prepared() -> None:
@@ -135,7 +116,7 @@ def _forked_servers(name: str) -> Iterator[None]:
     with for_ranks:
         server = fork_server(listener, prepared)
     try:
-        yield
+        yield name
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
