@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from moerl.models.bridge.native_bridge import check_copies, check_shape, copy_names, mtp_layers, read_kept
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
-from moerl.models.bridge.rank_tensors import shard_group
+from moerl.models.bridge.rank_tensors import Groups
 from moerl.models.families.parts.family import Family
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.models.shards import Sizes, merge
@@ -25,9 +24,11 @@ from moerl.types.errors import CheckpointError
 class AdapterBridge(ABC):
     """Implements WeightBridge but for `load`."""
 
-    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype):
+    def __init__(
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
+    ):
         """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `NativeBridge`."""
-        self._family, self._chunks, self._sizes = family, list(chunks), sizes
+        self._family, self._chunks, self._groups, self._sizes = family, list(chunks), groups, sizes
         self._tied, self._source, self._dtype = tied, source, dtype
         self._own = self._open()
         layers = mtp_layers(source, sizes.num_layers)
@@ -64,7 +65,8 @@ class AdapterBridge(ABC):
                 f"{self._source}: no file of this checkpoint holds {', '.join(absent)}; is it complete, and of this model?"
             )
         for item in self._owned():
-            whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * shard_group(item.rule).size(), sizes=self._sizes)
+            group = self._groups.expert_tensor if item.rule.is_expert else self._groups.tensor
+            whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             names = hf_names(item.rule, item.numbers, num_layers=self._sizes.num_layers, tied=self._tied)
             for name, expected in zip(names, whole, strict=True):
                 check_shape(name, checkpoint.shape(name), expected)
@@ -88,4 +90,4 @@ class AdapterBridge(ABC):
 
     def _owned(self) -> Iterator[RankParameter]:
         for chunk in self._chunks:
-            yield from owned_by(chunk, self._family, expert_rank=parallel_state.get_expert_model_parallel_rank())
+            yield from owned_by(chunk, self._family, expert_rank=self._groups.expert.rank())

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moerl.models.bridge.rank_tensors import RankTensors, leaves_as, shard_group
+from moerl.models.bridge.rank_tensors import Groups, RankTensors, leaves_as
 from moerl.models.expert_stacks import restack, stack_of, stored_names
 from moerl.models.families.parts.family import Family, Rule
 from moerl.models.hf_checkpoint import HFCheckpoint
@@ -25,7 +25,7 @@ class NativeBridge:
     """Implements WeightBridge."""
 
     def __init__(
-        self, family: Family, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path,
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path,
         has_output: bool = True,
     ):  # fmt: skip
         """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice. `has_output`
@@ -34,7 +34,7 @@ class NativeBridge:
         `source`: the checkpoint the model comes from. Its tensors of multi-token prediction are exported, whether built or not.
         """
         self._sizes, self._family, self._source = sizes, family, source
-        self._ranks = RankTensors(family, chunks, sizes=sizes, tied=tied, has_output=has_output)
+        self._ranks = RankTensors(family, chunks, groups=groups, sizes=sizes, tied=tied, has_output=has_output)
         self._mtp_layers = mtp_layers(source, sizes.num_layers)
         parts = [hf for name in self._ranks.owners for hf in self._export_names(name, with_mtp=True)]
         built = set(stored_names(parts))
@@ -49,7 +49,7 @@ class NativeBridge:
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         for item in self._ranks.held.values():
-            names, group = self._ranks.hf_names(item.rule, item.numbers), shard_group(item.rule)
+            names, group = self._ranks.hf_names(item.rule, item.numbers), self._ranks.shard_group(item.rule)
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, expected in zip(names, whole, strict=True):
                 check_shape(name, checkpoint.shape(name), expected)
@@ -102,7 +102,7 @@ class NativeBridge:
 
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
-        group = shard_group(rule)
+        group = self._ranks.shard_group(rule)
         gathers = name in self._ranks.held and source in dist.get_process_group_ranks(group)
         shards = self._gather(self._ranks.held[name].tensor.detach(), rule, group) if gathers else []
         tensors = merge(rule, shards, sizes=self._sizes) if gathers else []

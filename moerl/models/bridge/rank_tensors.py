@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from moerl.models.bridge.rank_parameters import hf_names, owned_by
@@ -16,6 +15,15 @@ from moerl.models.expert_stacks import stack_of
 from moerl.models.families.parts.family import Family, Rule
 from moerl.models.shards import Sizes, cut_dim, merge, pieces
 from moerl.types.errors import WeightError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The process groups over which a parameter may be split."""
+
+    tensor: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +53,11 @@ class Shard:
 
 
 class RankTensors:
-    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, has_output: bool = True):
+    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, has_output: bool = True):
         """Collective. `chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it leaves once. `has_output`
         False: their last layer is none of the checkpoint's, and stays as it is."""
-        self._sizes, self._tied, self._family = sizes, tied, family
-        expert_rank = parallel_state.get_expert_model_parallel_rank()
-        owned = (item for chunk in chunks for item in owned_by(chunk, family, expert_rank=expert_rank))
+        self._groups, self._sizes, self._tied, self._family = groups, sizes, tied, family
+        owned = (item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank()))
         self.held = {item.name: item for item in owned if has_output or item.name != "output_layer.weight"}
         """Parameters and buffers of this rank, by their names in the whole model."""
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
@@ -105,7 +112,7 @@ class RankTensors:
         if name not in self._held:
             return None
         item, index = self._held[name]
-        group, dim = shard_group(item.rule), cut_dim(item.rule)
+        group, dim = self.shard_group(item.rule), cut_dim(item.rule)
         mine = pieces(item.rule, item.tensor.detach(), rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)[index]
         start = [0] * mine.dim()
         if dim is not None:
@@ -116,11 +123,15 @@ class RankTensors:
         """The Hugging Face tensors of a parameter of this model, without copies."""
         return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
 
+    def shard_group(self, rule: Rule) -> dist.ProcessGroup:
+        """The ranks over which the parameter is split, if it is."""
+        return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
+
     def whole_on_meta(self, name: str, rule: Rule) -> list[Tensor]:
         """The Hugging Face tensors of a parameter, without memory."""
         shape, dtype = self._shapes[name]
         shard = torch.empty(shape, dtype=dtype, device="meta")
-        return merge(rule, [shard] * shard_group(rule).size(), sizes=self._sizes)
+        return merge(rule, [shard] * self.shard_group(rule).size(), sizes=self._sizes)
 
     def _find_owners(self) -> dict[str, int]:
         held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
@@ -141,11 +152,6 @@ class RankTensors:
             stack = stack_of(self.hf_names(*self._family.find(name))[0])
             first[name] = place if stack is None else first.setdefault(stack[0], place)
         return {name: owners[name] for name in sorted(owners, key=first.__getitem__)}
-
-
-def shard_group(rule: Rule) -> dist.ProcessGroup:
-    """The ranks over which a parameter is split, if it is."""
-    return parallel_state.get_expert_tensor_parallel_group() if rule.is_expert else parallel_state.get_tensor_model_parallel_group()
 
 
 def leaves_as(rule: Rule, model_dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.models.bridge.native_bridge import NativeBridge
-from moerl.models.bridge.rank_tensors import RankTensors
+from moerl.models.bridge.rank_tensors import Groups, RankTensors
 from moerl.models.families.parts.family import Family
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.models.shards import Sizes
@@ -41,16 +41,16 @@ class WeightBridge(Protocol):
 
 
 def build_bridge(
-    name: str, dtype: torch.dtype, family: Family, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path,
+    name: str, dtype: torch.dtype, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path,
     has_output: bool = True,
 ) -> WeightBridge:  # fmt: skip
     """The one of `name`, a value of train.bridge; further arguments are those of `NativeBridge`, `dtype` is the trainer's."""
     if name == "native" or not has_output:
-        return NativeBridge(family, chunks, sizes=sizes, tied=tied, source=source, has_output=has_output)
+        return NativeBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, has_output=has_output)
     if name == "mbridge":
         from moerl.models.bridge.mbridge_adapter import MBridge
 
-        return MBridge(family, chunks, sizes=sizes, tied=tied, source=source, dtype=dtype)
+        return MBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
     from moerl.models.bridge.megatron_bridge_adapter import MegatronBridge
 
-    return MegatronBridge(family, chunks, sizes=sizes, tied=tied, source=source, dtype=dtype)
+    return MegatronBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)

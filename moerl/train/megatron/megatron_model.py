@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
+from moerl.models.bridge.rank_tensors import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.parts.config_fields import is_tied, num_mtp_layers
 from moerl.models.families.parts.family import Family
@@ -95,6 +96,11 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_cri
             getattr(torch, train.dtype),
             built.family,
             chunks,
+            groups=Groups(
+                tensor=parallel_state.get_tensor_model_parallel_group(),
+                expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+                expert=parallel_state.get_expert_model_parallel_group(),
+            ),
             sizes=built.sizes,
             tied=is_tied(hf) and not is_critic,
             source=model_dir,
