@@ -28,7 +28,7 @@ _MEGATRONS = (".metadata", "latest_checkpointed_iteration.txt", "model/dist_ckpt
 
 
 def conversion_of(path: Path, then: str) -> str | None:
-    """What makes a Hugging Face folder of the sharded checkpoint that lies there, as text; None where none does."""
+    """Text on how a Hugging Face folder is made of the sharded checkpoint that lies there; None where none does."""
     if (path / "config.json").exists():
         return None
     if any(path.glob("checkpoints/step-*")):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.parts.family import BrokenRule, Family, Rule
-from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, Fixed, fixed_values, readable_weights, written_groups
+from moerl.models.families.parts.family_checks import NO_WINDOW, SILU, Fixed, fixed_values, readable_weights, written
 from moerl.models.families.parts.layer_rules import HF_LAYER, HF_MTP, LAYER, MTP, attention, attention_fields, decoder_fields, dense, ends
 from moerl.models.families.parts.rope import rope_rules, rotary
 from moerl.models.families.parts.sigmoid_routers import biased_experts, group_limit, grouped_router_fields, last_layer_has_experts, mtp_ends
@@ -42,7 +42,7 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from last_layer_has_experts(hf)
     yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
+    yield from written(hf, "num_key_value_heads")
 
 
 GLM4_MOE = Family(

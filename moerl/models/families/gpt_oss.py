@@ -10,8 +10,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
-    written_groups,
-    written_head_dim,
+    written,
 )
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
@@ -69,10 +68,10 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **_GATES, **_BIASES})
     yield from readable_weights(hf)
-    yield from written_groups(hf)
+    yield from written(hf, "num_key_value_heads")
     yield from whole_heads(hf)
     yield from several_softmax_experts(hf)
-    yield from written_head_dim(hf)
+    yield from written(hf, "head_dim")
     if (kind := rope_parameters(hf)["rope_type"]) != "yarn":
         yield BrokenRule(f"needs rope_type yarn in rope_scaling, not {kind!r}", "the family's table has no other", "a published gpt-oss")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):

@@ -13,8 +13,7 @@ from moerl.models.families.parts.family_checks import (
     Fixed,
     fixed_values,
     readable_weights,
-    written_groups,
-    written_head_dim,
+    written,
 )
 from moerl.models.families.parts.layer_rules import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts
 from moerl.models.families.parts.rope import rope_rules, rotary
@@ -48,8 +47,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from several_experts(hf)
     yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
-    yield from written_head_dim(hf)
+    yield from written(hf, "num_key_value_heads", "head_dim")
     if 0 in (hf.get("attn_type_list") or ()):
         reason = "0 is linear attention, which MiniMax-M1 has and this family's table has not"
         yield BrokenRule("needs attn_type_list to be all 1 in config.json", reason, "a published MiniMax-M2")

@@ -10,7 +10,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
-    written_groups,
+    written,
 )
 from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
 from moerl.models.families.parts.rope import rope_rules, rotary
@@ -29,7 +29,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from rope_rules(hf)
     yield from several_softmax_experts(hf)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
+    yield from written(hf, "num_key_value_heads")
 
 
 MIXTRAL = Family(

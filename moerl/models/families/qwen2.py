@@ -14,7 +14,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
-    written_groups,
+    written,
 )
 from moerl.models.families.parts.layer_rules import (
     attention,
@@ -45,7 +45,7 @@ def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **FULL_ATTENTION})
     yield from rope_rules(hf)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
+    yield from written(hf, "num_key_value_heads")
 
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

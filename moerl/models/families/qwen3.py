@@ -12,8 +12,7 @@ from moerl.models.families.parts.family_checks import (
     fixed_values,
     readable_weights,
     several_softmax_experts,
-    written_groups,
-    written_head_dim,
+    written,
 )
 from moerl.models.families.parts.layer_rules import attention, attention_fields, decoder_fields, dense, ends, experts, softmax_router_fields
 from moerl.models.families.parts.rope import rope_rules, rotary
@@ -32,14 +31,14 @@ def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from _common_rules(hf)
-    yield from written_head_dim(hf)
+    yield from written(hf, "head_dim")
 
 
 def _common_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **NO_BIAS, **FULL_ATTENTION})
     yield from rope_rules(hf)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
+    yield from written(hf, "num_key_value_heads")
 
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

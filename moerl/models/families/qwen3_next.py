@@ -18,8 +18,7 @@ from moerl.models.families.parts.family_checks import (
     has_megatron,
     readable_weights,
     several_softmax_experts,
-    written_groups,
-    written_head_dim,
+    written,
 )
 from moerl.models.families.parts.layer_rules import (
     HF_LAYER,
@@ -74,8 +73,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from experts_in_every_layer(hf)
     yield from rope_rules(hf, turns_part=True)
     yield from readable_weights(hf)
-    yield from written_groups(hf)
-    yield from written_head_dim(hf)
+    yield from written(hf, "num_key_value_heads", "head_dim")
     if hf["norm_topk_prob"]:
         yield from several_softmax_experts(hf)
     if not has_megatron("0.19", otherwise=True):

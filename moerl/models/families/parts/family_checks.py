@@ -26,16 +26,12 @@ def fixed_values(hf: Mapping[str, Any], fixed: Fixed) -> Iterator[BrokenRule]:
             yield BrokenRule(f"needs {name}={allowed[0]!r} in config.json, not {value!r}", reason, "another model of this type")
 
 
-def written_head_dim(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    if hf.get("head_dim") is None:
-        reason = "transformers has a number of its own for this type where none is written, whatever hidden_size is"
-        yield BrokenRule("needs head_dim in config.json", reason, "the one that the weights have: rows of k_proj / num_key_value_heads")
-
-
-def written_groups(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    if hf.get("num_key_value_heads") is None:
-        reason = "transformers has a number of its own for this type where none is written, however many heads there are"
-        yield BrokenRule("needs num_key_value_heads in config.json", reason, "the one that the weights have: rows of k_proj / head_dim")
+def written(hf: Mapping[str, Any], *names: str) -> Iterator[BrokenRule]:
+    for name in names:
+        if hf.get(name) is None:
+            reason = "transformers has a number of its own for this type where none is written, whatever the other sizes are"
+            beside = "num_key_value_heads" if name == "head_dim" else "head_dim"
+            yield BrokenRule(f"needs {name} in config.json", reason, f"the one that the weights have: rows of k_proj / {beside}")
 
 
 def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
