@@ -77,6 +77,7 @@ def test_prompts_that_leave_less_room_than_a_run_needs_are_evaluated(words, tmp_
     assert max(record["length"] for record in samples(tmp_path / "out")) == 7
 
 
+@pytest.mark.matrix
 def test_an_evaluation_that_was_stopped_goes_on_where_it_was_and_leaves_nothing(words, tmp_path):
     many = ["eval.datasets.repeat.data.size=400", "eval.datasets.repeat.num_prompts=400"]
     shared = shared_memory()
