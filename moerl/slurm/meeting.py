@@ -109,8 +109,12 @@ class Meeting:
     async def _welcome(self, connection: socket.socket) -> None:
         link = NodeLink(*await asyncio.open_connection(sock=connection))
         self._links.append(link)
-        if (hello := await link.hear()) is not None:
-            self._guests.put_nowait(Guest(facts=_FACTS.validate_python(hello), link=link))
+        try:
+            if (hello := await link.hear()) is not None:
+                self._guests.put_nowait(Guest(facts=_FACTS.validate_python(hello), link=link))
+        except ValueError as error:
+            logger.warning("a node at %s tells what this one cannot read, as of another moerl: %s", link.peer_address, error)
+            link.close()
 
     def close(self) -> None:
         for link in self._links:

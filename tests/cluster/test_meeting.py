@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moerl.cluster import secret_listener
+from moerl.cluster.run_secret import RunSecret
 from moerl.slurm.allocation import AllocatedNode
 from moerl.slurm.meeting import addresses_of, common_address, hold_meeting, join_meeting
 from moerl.types.errors import MoerlError
@@ -74,6 +75,26 @@ def test_a_node_without_the_token_is_nobody_and_is_told(tmp_path: Path):
 def test_without_a_first_node_the_shared_storage_is_asked_for(tmp_path: Path):
     with pytest.raises(MoerlError, match=r"meeting\.json after slurm\.start_seconds = 0\.5: .* not on storage that all nodes share"):
         asyncio.run(join_meeting(tmp_path / "meeting.json", facts("n1"), 0.5))
+
+
+@pytest.mark.parametrize("said", [b'{"name": "n1"}\n', b"[]\n", b"what\n"])
+def test_a_node_that_cannot_be_read_is_closed_and_the_log_says_so(said: bytes, tmp_path: Path, caplog):
+    file = tmp_path / "meeting.json"
+
+    async def first() -> None:
+        async with hold_meeting(file, "lo"):
+            place = json.loads(file.read_text())
+            secret = RunSecret(key=place["token"])
+            connection = await asyncio.to_thread(secret_listener.connect_proven, "127.0.0.1", place["port"], secret, 10)
+            reader, writer = await asyncio.open_connection(sock=connection)
+            writer.write(said)
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            writer.close()
+
+    asyncio.run(first())
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "moerl.slurm.meeting"]
+    assert told.startswith("a node at 127.0.0.1 tells what this one cannot read")
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
