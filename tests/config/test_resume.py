@@ -71,6 +71,15 @@ def test_the_fix_of_a_name_that_was_not_there_is_to_leave_it_out():
     assert problem.fix.startswith("leave data.chat_template_kwargs.enable_thinking out (~data.chat_template_kwargs.enable_thinking ")
 
 
+def test_the_day_of_a_template_may_be_given_later_and_then_stays():
+    without = "recipe=grpo-tiny-add-1n2g-sync"
+    given = [without, "data.template_date=2024-02-29"]
+    assert resume_differences(to_yaml(load([without])), load(given)) == []
+    for now in ([without], [without, "data.template_date=2024-03-01"]):
+        (problem,) = resume_differences(to_yaml(load(given)), load(now))
+        assert problem.path == "data.template_date" and problem.fix.startswith("data.template_date=2024-02-29,")
+
+
 def test_a_problem_says_the_old_value_and_the_reason():
     (problem,) = resume_differences(to_yaml(load([DEMO])), load([DEMO, "seed=1"]))
     assert "was 0" in problem.rule
