@@ -54,6 +54,10 @@ class PromptSource:
         )
         self.data_sources: set[str] = set()
         self._rows = self._usable_rows()
+        if config.template_date is None and self._writes_day():
+            logger.warning(
+                "the chat template writes the day: tomorrow's prompts are others, unless %s.template_date=%s", section, date.today()
+            )
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     @property
@@ -149,10 +153,15 @@ class PromptSource:
         text = shown.replace("{answer}", demonstration(row))
         return replace(row, messages=(*before, {**last, "content": last["content"] + text}))
 
-    def _render(self, row: Row) -> str:
+    def _writes_day(self) -> bool:
+        """Whether the first prompt is another one on another day: where the settings give a template the date itself, it asks for none."""
+        row = self._dataset[int(self._rows[0])]
+        return self._render(row, date(2001, 1, 1)) != self._render(row, date(2032, 12, 31))
+
+    def _render(self, row: Row, day: date | None = None) -> str:
         if not self._config.chat_template:
             return "".join(message["content"] for message in row.messages)
-        values, day = self._config.chat_template_kwargs, self._config.template_date
+        values, day = self._config.chat_template_kwargs, day or self._config.template_date
         values = values if day is None else {**values, _DAY: day.strftime}
         return self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True, **values)
 
@@ -177,8 +186,6 @@ def _template_problems(section: str, config: DataConfig, template: str | None) -
         yield problem(f"{section}.chat_template", True, "needs a template that can be read", str(error), fix)
         return
     path, day, values = f"{section}.template_date", config.template_date, config.chat_template_kwargs
-    if day is None and _DAY in template:
-        logger.warning("the chat template writes the day: tomorrow's prompts are others, unless %s=%s", path, date.today())
     if day is not None and _DAY not in template:
         yield problem(path, str(day), "has no effect", "the model's chat template writes no day", "leave it out")
     reason = f"it reads {', '.join(sorted(read))}" if read else "it reads the conversation alone"

@@ -90,6 +90,16 @@ def test_a_template_writes_the_day_of_the_settings(tokenizer, tmp_path, caplog):
         source(tokenizer, fixed)
 
 
+def test_a_template_that_is_given_its_date_writes_no_other_and_nothing_is_said_of_it(tokenizer, tmp_path, caplog):
+    """As those of Llama 3, which write today's only where there is no date_string."""
+    now = "{% if date_string is not defined %}{% set date_string = strftime_now('%Y') %}{% endif %}"
+    dated = with_template(tokenizer, now + "{{ date_string }} {{ messages[0].content }}")
+    given = questions(tmp_path, ["7="], chat_template_kwargs={"date_string": "1999"})
+    assert source(dated, given).prompt_at(0).text == "1999 7=" and not caplog.records
+    source(dated, questions(tmp_path, ["7="]))
+    assert "tomorrow's prompts are others" in caplog.text
+
+
 def test_a_template_sees_all_that_a_message_says(tokenizer, tmp_path):
     config = questions(tmp_path, ["7="])
     message = {"role": "user", "content": "7=", "name": "bob", "tool_calls": [{"id": 1}], "reasoning_content": None}
