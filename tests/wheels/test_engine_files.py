@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 from distributions import pinned, unpacked
-from packaging.specifiers import SpecifierSet
-
-from moerl.rollout.engines.sglang import sglang_launch
 
 pytestmark = pytest.mark.wheels
 
@@ -26,7 +23,3 @@ def test_vllm_for_cuda_is_the_one_for_cpu_but_for_three_files():
     assert {file for file in cpu.keys() & cuda.keys() if cpu[file] != cuda[file]} == OTHER_IN_VLLM
     assert cpu.keys() <= cuda.keys()
     assert all(file.startswith(WITH_CUDA) for file in cuda.keys() - cpu.keys())
-
-
-def test_sglang_is_one_distribution():
-    assert pinned("sglang", "sglang") in SpecifierSet(sglang_launch.SUPPORTED)
