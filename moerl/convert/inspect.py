@@ -86,7 +86,7 @@ def _held_by_index(tensors: Mapping[str, TensorStorageMetadata]) -> list[Held]:
 
 def _total(title: str, tensors: list[Held]) -> str:
     numel, num_bytes = sum(prod(each.shape) for each in tensors), sum(each.num_bytes for each in tensors)
-    return f"total {title}: {len(tensors)} tensors, {numel} parameters, {num_bytes} bytes ({num_bytes / 1e9:.3f} GB)"
+    return f"total {title}: {len(tensors)} tensors, {numel} elements, {num_bytes} bytes ({num_bytes / 1e9:.3f} GB)"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -282,6 +282,13 @@ def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(moerl,
     assert "total float8_e4m3fn: 12 tensors" in moerl("inspect", tmp_path / "out").stdout
 
 
+def test_totals_of_an_inspection_are_elements_because_scales_and_moments_are_no_parameters(source, tmp_path):
+    run(source, tmp_path / "out", dtype="fp8")
+    held, parameters = tensors_of(tmp_path / "out"), sum(tensor.numel() for tensor in model().values())
+    numel = sum(tensor.numel() for tensor in held.values())
+    assert numel > parameters and f", {numel} elements, " in inspection(tmp_path / "out", verify=False).splitlines()[-1]
+
+
 def test_different_integers_differ_and_tensors_without_elements_compare(tmp_path):
     """Between 2^53 and 2^53 + 1 float64 knows no difference."""
     for name, number in (("a", 2**53), ("b", 2**53 + 1)):
