@@ -33,6 +33,8 @@ class Route:
     words: str
     is_card_s: bool
     """They leave a GPU by its network card, at the card's rate."""
+    is_network: bool = True
+    """They go over a network at all, if only by TCP."""
 
 
 def route_of(config: RunConfig) -> Route:
@@ -41,9 +43,10 @@ def route_of(config: RunConfig) -> Route:
     placement, chosen = config.placement, config.weights.transport
     transport = chosen if chosen != "auto" else "ipc" if placement.nodes == 1 else "nccl"
     if transport == "disk":
-        return Route(words="disk: files that ranks write and servers read, at the file system's rate", is_card_s=False)
+        return Route(words="disk: files that ranks write and servers read, at the file system's rate", is_card_s=False, is_network=False)
     if transport == "ipc":
-        return Route(words="ipc, on one node: memory that servers map (CUDA IPC on GPUs); nothing crosses a card", is_card_s=False)
+        words = "ipc, on one node: memory that servers map (CUDA IPC on GPUs); nothing crosses a card"
+        return Route(words=words, is_card_s=False, is_network=False)
     relays = relays_pushes(config)
     if placement.device == "cpu":
         name = "relay" if relays else "nccl"
@@ -79,6 +82,8 @@ class PushPlan:
     """Over the network, by a GPU of the trainer."""
     spread_in_node: tuple[float, float]
     """Between GPUs of a node."""
+    taken: tuple[float, float]
+    """By a GPU of the rollout, whatever the way."""
     bound_seconds: float
     """Seconds of the busiest card alone: no schedule is faster."""
     num_buckets: int
@@ -101,17 +106,10 @@ class PushPlan:
 
     def _lines(self) -> Iterator[str]:
         rollout = self.rollout
-        gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
-        shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
-        least = (self.expert_bytes * shares / rollout.expert_shares + self.other_bytes) / gpus
         yield f"model            {_gb(self.expert_bytes)} of experts, {_gb(self.other_bytes)} of all else, in {self.num_tensors} tensors"
         yield f"trainer          {self.trainer_gpus} GPUs"
         yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-        least_of_gpu = f"{_gb(least)} by GPU" + (" less what its ranks hold" if self.relays else "")
-        once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {least_of_gpu}"
-        yield f"network in       {_range(self.received)} by GPU; {once}"
-        yield f"network out      {_range(self.sent)} by trainer GPU"
-        yield f"within nodes     {_range(self.spread_in_node)} by GPU"
+        yield from self._volumes()
         yield f"transport        {self.route.words}"
         is_told = self.is_rate_given or self.route.is_card_s
         of = f"{self.num_buckets} buckets of at most {self.bucket_bytes / 2**20:g} MiB"
@@ -126,6 +124,22 @@ class PushPlan:
         yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: {what}"
         if is_told:
             yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
+
+    def _volumes(self) -> Iterator[str]:
+        """Bytes by GPU: over the network, and inside a node; without one, or a rate for one, what is packed and what is taken."""
+        if not (self.route.is_network or self.is_rate_given):
+            yield f"packed           {_range(self.sent)} by trainer GPU"
+            yield f"taken            {_range(self.taken)} by GPU"
+            return
+        rollout = self.rollout
+        gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
+        shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
+        least = (self.expert_bytes * shares / rollout.expert_shares + self.other_bytes) / gpus
+        least_of_gpu = f"{_gb(least)} by GPU" + (" less what its ranks hold" if self.relays else "")
+        once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {least_of_gpu}"
+        yield f"network in       {_range(self.received)} by GPU; {once}"
+        yield f"network out      {_range(self.sent)} by trainer GPU"
+        yield f"within nodes     {_range(self.spread_in_node)} by GPU"
 
 
 @without_collections()
@@ -215,6 +229,7 @@ def _measured(
         received=_least_and_most(plan.received()),
         sent=_least_and_most(plan.sent()),
         spread_in_node=_least_and_most(plan.spread_in_node()),
+        taken=_least_and_most(plan.received() + plan.spread_in_node()),
         bound_seconds=bound_seconds(plan, bytes_per_second=rate),
         num_buckets=len(buckets),
         num_rounds=1 + max(bucket.round for bucket in buckets),

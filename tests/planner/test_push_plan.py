@@ -42,6 +42,15 @@ def test_the_transport_is_the_run_s(words, route, is_card_s):
     assert found.words.startswith(route) and found.is_card_s == is_card_s
 
 
+def test_bytes_are_told_as_over_the_network_only_where_there_is_one_or_a_rate_for_one_is_given():
+    config = load_checked([f"recipe={TINY}", "rollout.num_servers=2"])
+    plain, given = (plan_push(config, **SIZES, card_gbit=rate) for rate in (None, 10.0))
+    whole = plain.expert_bytes + plain.other_bytes
+    assert plain.taken == (whole, whole), "each server has all of it, whoever brings it"
+    assert "network in" not in str(plain) and "packed  " in str(plain) and "taken  " in str(plain)
+    assert "network in" in str(given) and "taken  " not in str(given)
+
+
 def test_a_figure_is_told_of_a_card_or_of_a_rate_that_is_given():
     config = load_checked([f"recipe={TINY}"])
     plain, given = (str(plan_push(config, **SIZES, card_gbit=rate)) for rate in (None, 10.0))
