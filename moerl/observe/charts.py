@@ -44,7 +44,7 @@ def charts(rows: Rows) -> list[Chart]:
         _chart(rows, "KL", ("train/kl_old", "train/kl_reference"), note="to the old policy and to the initial model"),
         _chart(rows, "Mismatch", ("mismatch/mean", "mismatch/max"), note="|log-prob(trainer) - log-prob(rollout)|; no zeros", log=True),
         _chart(rows, "Entropy", ("train/entropy",), note="mean over response tokens"),
-        _chart(rows, "Gradient norm", ("train/grad_norm",), note="before clipping"),
+        _chart(rows, "Gradient norm", ("train/grad_norm",), note="before clipping; the largest of a step's updates"),
         _chart(rows, "Loss", ("train/loss",), note="its size says little"),
         _chart(rows, "Clipped tokens", ("train/clip_fraction",), note="response tokens whose ratio was clipped"),
         _chart(rows, "Throughput", ("tokens/per_second",), note="response tokens per wall time of a step"),

@@ -59,7 +59,7 @@ METRICS = (
     Metric("fleet/bound", "requests", "steady", MIN, "that the server with least room may have; at most max_running + max_queued"),
     Metric("fleet/acceptance_length", "tokens", "up", MEAN, "of a pass that checks drafts: one, and those it accepts"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
-    Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
+    Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping; with several updates the largest of theirs"),
     Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),
     Metric("train/entropy", "nats/token", "steady", MEAN, "mean over response tokens; a fall to 0 is a collapse, a rise is noise"),
     Metric("train/kl_old", "nats/token", "zero", MEAN, "KL(old policy || policy); exactly 0 with one update and the trainer's own"),

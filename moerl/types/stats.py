@@ -100,6 +100,7 @@ class StepStats:
 
     loss: float
     grad_norm: float
+    """Global, before clipping; the largest of the mini-batches."""
     learning_rate: float
     num_tokens: int
     """Response tokens trained on."""

@@ -52,6 +52,11 @@ def test_groups_are_solved_only_with_the_full_reward(measure, make_group, make_s
     assert measure(make_group(make_sample(0.1 + 0.2), make_sample(0.3)))["groups/uniform"] == 1.0, "but for rounding, as in advantages"
 
 
+def test_the_gradient_norm_is_told_as_the_largest_of_a_step_which_ranks_report():
+    """tests/train/test_hf_parity.py holds the number against another trainer's, with several updates too."""
+    assert "largest" in metric("train/grad_norm").meaning
+
+
 def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(measure, make_group, make_sample):
     values = measure(make_group(make_sample(1.0), errors=("timeout", "timeout")), make_group(errors=("timeout",)))
     assert values["reward/errors"] == 3.0
