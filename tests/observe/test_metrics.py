@@ -58,9 +58,11 @@ def test_the_gradient_norm_is_told_as_the_largest_of_a_step_which_ranks_report()
 
 
 def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(measure, make_group, make_sample):
-    values = measure(make_group(make_sample(1.0), errors=("timeout", "timeout")), make_group(errors=("timeout",)))
-    assert values["reward/errors"] == 3.0
+    values = measure(make_group(make_sample(1.0), errors=("timeout", "at temperature 0: timeout")), make_group(errors=("timeout",)))
+    assert values["reward/errors"] == 3.0 and "temperature 0" in metric("reward/errors").meaning
     assert values["reward/mean"] == 1.0
+    assert values["tokens/response"] == 4.0, "of the scored one, as its meaning says"
+    assert "could not be scored" in metric("tokens/response").meaning
 
 
 def test_a_step_without_samples_has_no_reward_instead_of_a_zero(measure, make_group):
