@@ -105,7 +105,7 @@ METRICS = (
     Metric("routing/dead_experts", "experts", "zero", MEAN, "experts of all layers that got no token of the step"),
     Metric("routing/replayed", "share", "steady", MEAN, "routes of the update that were replayed; absent without train.router_replay"),
     Metric("routing/overlap", "share", "up", MEAN, "replayed sets of experts that the trainer would have chosen too, mean over layers"),
-    Metric("routing/payload_bytes", "bytes", "none", SUM, "routes engines returned: tokens * layers * top_k, * 2 over 255 experts"),
+    Metric("routing/payload_bytes", "bytes", "none", SUM, "routes engines returned: tokens * layers * top_k, * 2 over 256 experts"),
     Metric("routing/layer/*", "", "none", MEAN, "layer/NUMBER/NAME: load_max, load_min, load_mean, dead_experts, overlap of that layer"),
     Metric("checkpoint/bytes", "bytes", "none", LAST, "tensors of a checkpoint, all ranks; in the step reported after it was complete"),
     Metric("checkpoint/seconds", "s", "down", MEAN, "from the request of that checkpoint until it was complete"),

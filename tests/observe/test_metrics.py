@@ -7,6 +7,7 @@ from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, move_metrics, push_metrics, step_metrics, summarize
 from moerl.types.completion import DraftCounts
 from moerl.types.push import PushStats
+from moerl.types.routes import RouteShape
 from moerl.types.stats import MemoryStats, MismatchStats, Move, RoutingStats, SavedCheckpoint
 
 
@@ -63,6 +64,13 @@ def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(m
     assert values["reward/mean"] == 1.0
     assert values["tokens/response"] == 4.0, "of the scored one, as its meaning says"
     assert "could not be scored" in metric("tokens/response").meaning
+
+
+def test_routes_are_told_to_be_twice_as_wide_from_the_number_of_experts_on_at_which_they_are():
+    def width(num_experts):
+        return RouteShape(num_layers=1, top_k=8, num_experts=num_experts).dtype.itemsize
+
+    assert metric("routing/payload_bytes").meaning.endswith("* 2 over 256 experts") and (width(256), width(257)) == (1, 2)
 
 
 def test_a_step_without_samples_has_no_reward_instead_of_a_zero(measure, make_group):
