@@ -132,11 +132,13 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tiles(rows: list[dict[str, float]], config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Label, value and remark of the numbers on top; those of "last 10" are means over the newest ten steps."""
+    """Label, value and remark of the numbers on top; those of "last 10" are means over the newest ten steps, throughput their tokens by
+    their time."""
     trained = trained_rows(rows)
     newest_steps = trained[-10:]
     first, recent, total = summarize(trained[:1]), summarize(newest_steps), summarize(rows)
-    per_step, window = recent.get("time/step", 0.0) / max(1, len(newest_steps)), f"last {len(newest_steps)}"
+    seconds, tokens = recent.get("time/step", 0.0), recent.get("tokens/response")
+    per_step, window = seconds / max(1, len(newest_steps)), f"last {len(newest_steps)}"
     planned = config.get("num_steps")
 
     def trend(label: str, name: str, unit: str = "") -> tuple[str, str, str]:
@@ -148,7 +150,7 @@ def _tiles(rows: list[dict[str, float]], config: Mapping[str, Any]) -> list[tupl
         trend("Response length", "length/mean", "tokens, "),
         ("Mismatch", _number_or_none(recent.get("mismatch/mean")), f"{window}; largest ever {_number_or_none(total.get('mismatch/max'))}"),
         trend("Entropy", "train/entropy", "nats, "),
-        ("Throughput", _number_or_none(recent.get("tokens/per_second")), f"tokens/s, {window}"),
+        ("Throughput", _number_or_none(None if tokens is None or not seconds else tokens / seconds), f"tokens/s, {window}"),
         ("Time", duration(total.get("time/step", 0.0)), f"{duration(per_step)} per step, {window}"),
     ]
     return [tile for tile in found if tile[1]]

@@ -74,6 +74,16 @@ def test_the_page_refers_to_nothing_outside_itself(make_run):
     assert "@import" not in report._file("report.css") and "url(" not in report._file("report.css")
 
 
+def test_the_throughput_on_top_is_all_tokens_by_all_seconds_however_unlike_the_steps_are():
+    """A mean of 100 and 1 tokens per second would be 50.5."""
+    rows = [
+        {"step": 1, "tokens/response": 100.0, "time/step": 1.0, "tokens/per_second": 100.0},
+        {"step": 2, "tokens/response": 100.0, "time/step": 99.0, "tokens/per_second": 100 / 99},
+    ]
+    assert ("Throughput", "2", "tokens/s, last 2") in report._tiles(rows, {})
+    assert all(label != "Throughput" for label, _, _ in report._tiles([{"step": 1, "reward/mean": 1.0}], {}))
+
+
 def test_the_policy_admits_exactly_the_scripts_of_the_page(make_run):
     page = page_of(write_report(make_run(text=HOSTILE)))
     policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
