@@ -11,7 +11,17 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixed_memory import GIB
 from moerl.planner.layer_activations import megatron_release
 from moerl.planner.node_memory import NodeMemory, checkpoint_bytes, node_memory
-from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, RankMemory, companions_memory, kinds_of, rank_memory, worst_rank
+from moerl.planner.rank_memory import (
+    DURING,
+    FRAGMENTATION,
+    IMBALANCE,
+    Phase,
+    RankMemory,
+    companions_memory,
+    kinds_of,
+    rank_memory,
+    worst_rank,
+)
 from moerl.planner.server_memory import ServerMemory, server_memory
 
 VERSION = 1
@@ -155,13 +165,24 @@ def described(config: RunConfig) -> Iterator[str]:
     plan = memory_plan(config)
     worst, phase = plan.worst, plan.worst.worst
     of = "" if plan.gpu_bytes is None else f" of {plan.gpu_bytes / GIB:.1f}"
-    where = f"GiB on a rank of stage {worst.stage} {DURING[phase]}, {worst.most_with_margin / GIB:.1f} with its margin"
+    where = f"GiB on a rank of stage {worst.stage} {DURING[phase]}, {_with_margin(plan.ranks, worst, phase)}"
     yield f"memory          {worst.most / GIB:.1f}{of} {where}: {_told(worst.phases[phase])}"
     yield from plan._beside_lines()
     if plan.server is not None:
         yield from plan._server_lines(plan.server)
     node = plan.worst_node
     yield f"host memory     {node.total / GIB:.0f} GiB on node {node.node}: {_told(node.kinds)}"
+
+
+def _with_margin(ranks: Sequence[RankMemory], worst: RankMemory, phase: Phase) -> str:
+    """Most of all ranks and phases with its margin, and where that is, if not on `worst` in `phase`."""
+    own, most = worst.device(phase) + worst.margins[phase], max(rank.most_with_margin for rank in ranks)
+    told = f"{most / GIB:.1f} with its margin"
+    if own == most:
+        return told
+    rank = next(rank for rank in ranks if rank.most_with_margin == most)
+    where = next(DURING[each] for each in rank.phases if rank.device(each) + rank.margins[each] == most)
+    return f"{told} on one of stage {rank.stage} {where}"
 
 
 def _some(kinds: Mapping[str, int]) -> dict[str, int]:

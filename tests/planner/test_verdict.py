@@ -256,3 +256,14 @@ def test_an_engine_inside_the_driver_has_no_collectors():
     config = load_checked(["recipe=grpo-tiny-moe-1n2g-sync", "rollout.engine=fake", "rollout.num_collectors=3"])
     told = "\n".join(described(config))
     assert "host memory" in told and "collectors" not in told
+
+
+def test_a_sum_with_margin_of_another_phase_than_the_worst_is_told_with_that_phase():
+    """In an update 81.1 GiB and 4.8 of margin, while servers answer 80.8 and 7."""
+    config = load_checked(["recipe=grpo-qwen3-30b-a3b-1n8g-sync", "rollout.layout.memory_fraction=0.5"])
+    (rank,), _ = planned(model_config(config.model), config)
+    answering = (rank.device("rollout") + rank.margins["rollout"]) / GIB
+    assert rank.worst == "update" and rank.device("update") + rank.margins["update"] < answering * GIB
+    told = next(described(config))
+    assert "in an update" in told and f"{answering:.1f} with its margin on one of stage 0 while servers answer" in told
+    assert " with its margin: " in next(described(load_checked(["recipe=grpo-qwen3-30b-a3b-1n8g-sync"])))
