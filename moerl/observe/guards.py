@@ -54,7 +54,7 @@ def check_first_step(stats: StepStats, *, limit: float, own_old_logprobs: bool, 
     the first change.
     """
     if not stats.mismatch_mean <= limit:
-        found = f"{stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens)"
+        found = f"{stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, KL {stats.mismatch_kl:.3g}, {stats.num_compared} tokens)"
         raise GuardError(mismatch_message(found, limit, "first update"))
     if own_old_logprobs and stats.first_kl_old != 0.0:
         raise GuardError(

@@ -123,6 +123,8 @@ class StepStats:
     """Work of the busiest data-parallel rank divided by the mean over ranks; attention's quadratic cost included."""
     round_imbalance: float
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
+    num_compared: int = field(default=0, compare=False)
+    """Tokens that the mismatch is of: those that servers sampled of the first mini-batch."""
     kl_old_k1: float = field(default=0.0, compare=False)
     """k1 estimate of KL(old policy || policy)"""
     first_kl_old: float = field(default=0.0, compare=False)

@@ -36,6 +36,11 @@ def test_a_mismatch_over_the_limit_names_numbers_and_causes(make_stats, mean):
         check_first_step(make_stats(mismatch_mean=mean, mismatch_max=0.5), **AGREED)
 
 
+def test_a_mismatch_over_the_limit_is_told_with_the_tokens_it_is_of_and_not_those_of_later_mini_batches(make_stats):
+    with pytest.raises(GuardError, match="KL 1e-09, 16 tokens"):
+        check_first_step(make_stats(mismatch_mean=0.5, num_compared=16, num_tokens=32), **AGREED)
+
+
 @pytest.mark.parametrize("value", [1e-12, float("nan")])
 def test_own_old_logprobs_must_agree_to_the_last_bit(make_stats, value):
     with pytest.raises(GuardError, match="kl_old"):

@@ -342,7 +342,7 @@ def test_a_step_of_several_mini_batches_reports_the_mismatch_of_the_first():
     expected = {
         "loss": 2, "num_tokens": 8, "entropy": 1, "kl_old": 0.75, "first_kl_old": 0, "kl_reference": None, "clip_fraction": 0.5,
         "correction_dropped": 0.2,
-        "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01, "mtp_loss": 4.5,
+        "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01, "num_compared": 2, "mtp_loss": 4.5,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 

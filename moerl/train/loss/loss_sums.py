@@ -164,6 +164,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
         "correction_weight": mean("weight"),
         "correction_bounded": mean("bounded", "num_sampled"),
         "correction_dropped": mean("dropped", "num_sampled"),
+        "num_compared": round(first["num_sampled"]),
         "mismatch_mean": first_mean("mismatch"),
         "mismatch_max": float(mini_batches[0].mismatch_max),
         "mismatch_kl": first_mean("mismatch_kl"),
