@@ -24,8 +24,6 @@ FIXED: Mapping[str, str] = {
     "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
 }
 """Setting or section -> reason. Everything else may differ from step to step."""
-_MAY_BE_ADDED = "data.template_date"
-"""A run without it has other prompts each day that it goes on; given, they are those of one day again."""
 
 
 def resume_differences(old_yaml: str | bytes, new: RunConfig, *, path: str = "config.yaml") -> list[Problem]:
@@ -43,7 +41,7 @@ def resume_differences(old_yaml: str | bytes, new: RunConfig, *, path: str = "co
         _changed(path, before, value, reason)
         for section, reason in FIXED.items()
         for path, before, value in _differences(section, *(reduce(getitem, section.split("."), plain) for plain in (old, now)))
-        if path != _MAY_BE_ADDED or before is not None
+        if path != "data.template_date" or before is not None  # one that was not written may be: the day of the run's first prompts
     ]
     return changed + _changed_optimizers(old, now)
 
