@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,8 @@ def test_a_file_of_another_kind_is_a_problem_before_it_is_read(tmp_path):
 def test_values_for_a_template_that_is_not_used_are_refused():
     [problem] = check_data(TinyData(task="add", chat_template=False, chat_template_kwargs={"enable_thinking": False}))
     assert (problem.path, problem.rule) == ("data.chat_template_kwargs", "needs data.chat_template=true")
+    [problem] = check_data(TinyData(task="add", chat_template=False, template_date=date(2024, 2, 29)))
+    assert str(problem).startswith("data.template_date = '2024-02-29': needs data.chat_template=true")
 
 
 def test_tiny_repeat_asks_for_a_digit_eight_times():

@@ -60,7 +60,7 @@ def check_data(config: DataConfig) -> Iterator[Problem]:
     if config.kind in _CHECKS:
         yield from _CHECKS[config.kind](config)
     if not config.chat_template:
-        for name in ("chat_template_kwargs", "template_date"):
-            if given := getattr(config, name):
-                fix = "data.chat_template=true, or leave it out"
-                yield problem(f"data.{name}", given, "needs data.chat_template=true", "nothing else reads it", fix)
+        for name, given in (("chat_template_kwargs", config.chat_template_kwargs), ("template_date", config.template_date)):
+            if given:
+                value, fix = given if isinstance(given, dict) else str(given), "data.chat_template=true, or leave it out"
+                yield problem(f"data.{name}", value, "needs data.chat_template=true", "nothing else reads it", fix)
