@@ -358,11 +358,20 @@ def test_a_folder_of_another_format_is_one_problem_that_names_the_checkpoint_bel
         return problem.fix
 
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
     assert refused() == "the folder that has them"
     weights = tmp_path / "policy" / "weights" / "iter_0000000"
     weights.mkdir(parents=True)
     (weights / ".metadata").touch()
     assert refused() == str(weights)
+
+
+def test_weights_without_config_json_and_index_are_no_other_format(tmp_path):
+    """As of a folder that was fetched in part."""
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ConvertError) as raised:
+        convert(Conversion(source=tmp_path, target=tmp_path / "out"), dry_run=True)
+    assert [problem.value for problem in raised.value.problems] == [f"{tmp_path}/config.json", str(tmp_path)]
 
 
 def test_a_value_that_float16_has_no_room_for_is_not_called_a_fault_of_the_source_alone(tmp_path):

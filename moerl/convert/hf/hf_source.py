@@ -36,7 +36,7 @@ class HFSource:
         if checkpoint is not None and not (directory / "config.json").exists():
             reason = "it is a run, or holds its checkpoints, of which one is converted, compared or read at a time"
             raise ConvertError([problem("SRC", str(directory), "must be one checkpoint", reason, f"its newest is {checkpoint}")])
-        if not any((directory / name).exists() for name in ("config.json", INDEX, SINGLE)):
+        if not any((directory / name).exists() for name in ("config.json", INDEX)) and not any(directory.glob("*.safetensors")):
             raise ConvertError([_no_checkpoint(directory)])
         config = _read(read_object, directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
