@@ -1,4 +1,4 @@
-"""KL without torch: formulas, which ranks have too, KL in rewards as the driver has it, and the coefficient that follows one."""
+"""KL without torch: the formulas of its estimators, which ranks take too, its values in rewards, and the coefficient that follows one."""
 
 from collections.abc import Callable
 from typing import Any

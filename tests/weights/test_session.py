@@ -334,13 +334,14 @@ def test_after_an_error_everything_is_refused_until_the_next_begin(install, buck
     assert engine.session._last.version == 4
 
 
-def test_a_refused_manifest_ends_the_served_version(install, bucket):
+def test_a_refused_manifest_ends_the_push_before_it(install, bucket):
     engine = Engine()
     engine.session.begin(MANIFEST)
     install(engine, bucket)
-    engine.session.finish(4)
     with pytest.raises(WeightError, match="missing"):
         engine.session.begin(Manifest(version=5, tensors=(), pieces={}))
+    with pytest.raises(WeightError, match="without a push in progress"):
+        engine.session.finish(4)
 
 
 def test_install_before_connect_is_refused():
