@@ -10,7 +10,7 @@ from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
-from moerl.config.rules.server_layout_rules import layout_problems
+from moerl.config.rules.server_layout_rules import layout_problems, start_problems
 from moerl.config.schema.job_config import GpuConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixed_memory import GIB
@@ -134,14 +134,19 @@ def _server_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu
 def _wider_servers(config: RunConfig, facts: Facts, hf: Mapping[str, Any], room: int) -> Iterator[str]:
     """Numbers of GPUs over which the weights take less than `room` bytes on each, and which break no rule that is not broken now."""
     assert facts.shape is not None
-    layout, broken = config.rollout.layout, {found.path for found in layout_problems(config, facts)}
+    layout, broken = config.rollout.layout, _broken_of_servers(config, facts)
     for factor in (2, 4, 8, 16, 32, 64):
         gpus = layout.gpus * factor
         wider = replace(layout, gpus=gpus, ep=1 if facts.shape.num_experts is None else gpus)
         changed = replace(config, rollout=replace(config.rollout, layout=wider))
-        if server_memory(hf, changed).weights < room and {found.path for found in layout_problems(changed, facts)} <= broken:
+        if server_memory(hf, changed).weights < room and _broken_of_servers(changed, facts) <= broken:
             with_experts = "" if wider.ep == 1 else f" with ep={gpus} for experts,"
             yield f"rollout.layout.gpus={gpus},{with_experts} and fewer servers"
+
+
+def _broken_of_servers(config: RunConfig, facts: Facts) -> set[str]:
+    """Settings of servers that break a rule, those too that only a start refuses."""
+    return {found.path for found in (*layout_problems(config, facts), *start_problems(config, facts))}
 
 
 def _cache_problem(config: RunConfig, found: ServerMemory, gpu: GpuConfig) -> Problem:

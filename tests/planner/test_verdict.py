@@ -5,14 +5,17 @@ import subprocess
 import sys
 
 import pytest
+from family_cases import _DECODER, CASES
 
 from moerl.check import load_checked
 from moerl.config.compose import compose, options
 from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import build
+from moerl.config.rules.facts import facts_of
 from moerl.planner import layer_activations
 from moerl.planner.fixed_memory import GIB
 from moerl.planner.memory_plan import described, planned
+from moerl.planner.verdict import gpu_problems
 from moerl.types.errors import ConfigError
 
 DEEPSEEK, QWEN = "recipe=grpo-deepseek-v3-32n8g-sync", "recipe=grpo-qwen3-235b-16n8g-sync"
@@ -171,6 +174,18 @@ def test_servers_whose_weights_do_not_fit_are_refused():
 def test_wider_servers_that_a_refusal_names_break_no_rule(words, fix):
     """A dense model has no experts to spread, and 160 are not spread over 64 GPUs."""
     assert f"fix: {fix}" in refused(*words)["rollout.layout.gpus"]
+
+
+@pytest.mark.parametrize(("engine", "fix"), [("vllm", "larger GPUs"), ("sglang", "rollout.layout.gpus=2, with ep=2 for experts,")])
+def test_wider_servers_that_a_refusal_names_can_be_started(engine, fix, tmp_path):
+    """vLLM has no biases of experts in servers of several GPUs."""
+    hf = _DECODER | CASES["gpt_oss"] | {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 256}
+    for name, text in {"config.json": json.dumps(hf), "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        (tmp_path / name).write_text(text)
+    words = [f"model={{path: {tmp_path}, max_context: 64}}", f"rollout.engine={engine}", "rollout.layout.memory_fraction=0.4"]
+    config = build(compose(["recipe=grpo-qwen3-0.6b-1n1g-sync", "hardware=h100-80", *words]))
+    told = {problem.path: problem.fix for problem in gpu_problems(config, facts_of(config.model))}
+    assert told["rollout.layout.gpus"].startswith(fix)
 
 
 def test_a_server_that_fits_on_no_gpu_is_not_taken_for_a_fault_of_the_trainer():
