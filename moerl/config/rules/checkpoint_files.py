@@ -31,7 +31,7 @@ def conversion_of(path: Path, then: str) -> str | None:
     """Text on how a Hugging Face folder is made of the sharded checkpoint that lies there; None where none does."""
     if (path / "config.json").exists():
         return None
-    if any(path.glob("checkpoints/step-*")):
+    if any(path.glob(f"checkpoints/step-*/{_RUNS[0]}")):
         return f"moerl convert {path / 'checkpoints' / 'step-N'} FOLDER, then {then}"
     if all((path / name).is_file() for name in _RUNS):
         return f"moerl convert {path} FOLDER, then {then}"

@@ -58,7 +58,7 @@ class HFSource:
 
 
 def _no_checkpoint(directory: Path) -> Problem:
-    below = [index.parent for depth in range(1, 5) for index in sorted(directory.glob("*/" * depth + ".metadata"))]
+    below = [index.parent for depth in range(1, 4) for index in sorted(directory.glob("*/" * depth + ".metadata"))]
     reason = "it has neither config.json and safetensors, nor .metadata of Megatron's torch_dist; no other format is read"
     return problem("SRC", str(directory), "holds no checkpoint", reason, str(below[-1]) if below else "the folder that has them")
 
