@@ -130,7 +130,7 @@ def _code(terms: Mapping[str, RewardTerm]) -> Iterator[Path]:
 
 
 class _Replies:
-    """Answers of this process. A copy of it, forked by a check, that comes to answer says so instead, and ends."""
+    """Answers of this process. A copy of it, forked by a check, that comes to answer ends; if C forked it, it says so."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self._pid = stream, os.getpid()
@@ -148,13 +148,18 @@ class _Replies:
 def _take_over_channel() -> tuple[IO[bytes], _Replies]:
     """Requests and replies on private descriptors; what a user's function prints goes to standard error.
 
-    Programs that a check starts inherit neither, and its forks cannot read requests.
+    Programs that a check starts inherit neither, and its forks lose both: they have the number of the check in their memory.
     """
     requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, requests.fileno(), inheritable=False))
+
+    def lose_channel() -> None:
+        for stream in (requests, replies):
+            os.dup2(nothing, stream.fileno(), inheritable=False)
+
+    os.register_at_fork(after_in_child=lose_channel)
     return requests, _Replies(replies)
 
 

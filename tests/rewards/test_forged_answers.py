@@ -14,7 +14,7 @@ from moerl.rewards.reward_pool import RewardPool
 from moerl.types.groups import Prompt, Score
 
 ATTACKS = """
-import ctypes, json, os, sys, time
+import ctypes, json, os, signal, sys, time
 
 def channel():
     # Descriptors of sockets: 0 is the null device by now, 1 and 2 are standard error.
@@ -34,7 +34,24 @@ def own_number():
         frame = frame.f_back
     return frame.f_locals["number"]
 
+def answer_in_its_place():
+    frame = sys._getframe()
+    while not hasattr(frame.f_locals.get("replies"), "send"):
+        frame = frame.f_back
+    os.kill(os.getppid(), signal.SIGSTOP)
+    frame.f_locals["replies"]._pid = os.getpid()
+    frame.f_locals["replies"].send(own_number(), {"value": 1000000.0, "extra": {}})
+
 def attack(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "a process that answers in its place":
+        child = os.fork()
+        if child == 0:
+            try:
+                answer_in_its_place()
+            finally:
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+        os.waitpid(child, 0)
     if solution_str == "fork":
         os.fork()
     if solution_str == "fork that comes back later" and os.fork() == 0:
@@ -89,15 +106,20 @@ def attacks(tmp_path: Path) -> dict[str, RewardTerm]:
     return {"own": RewardTerm(kind="function", path=f"{file}:attack")}
 
 
-@pytest.mark.parametrize(
-    ("attack", "pause"),
-    [("fork", 0.0), ("fork", 0.1), ("fork that comes back later", 0.1), ("fork of C", 0.0), ("number", 0.0), ("number", 0.1)],
-)
+@pytest.mark.parametrize(("attack", "pause"), [("fork of C", 0.0), ("fork of C", 0.1), ("number", 0.0), ("number", 0.1)])
 def test_no_reward_goes_to_another_sample(attacks, attack, pause):
     scores, pool = score_in_turn(attacks, (prompt("1"), attack), *((prompt(str(i)), "fine") for i in range(2, 6)), pause=pause)
     assert scores[0].error is not None or scores[0].reward in (1.0, 0.5 if attack == "number" else 1.0)
     assert [score.reward for score in scores[1:]] == [2.0, 3.0, 4.0, 5.0]
     assert pool.error_counts == {"forged": 1}
+
+
+@pytest.mark.parametrize("attack", ["fork", "fork that comes back later", "a process that answers in its place"])
+def test_a_fork_cannot_answer(attacks, attack):
+    """Where a function runs each response in a forked process, that has the number of the check, and may stop the worker."""
+    scores, pool = score_together(attacks, "fine", attack, "fine")
+    assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
+    assert pool.error_counts == {}
 
 
 def score_together(terms: dict[str, RewardTerm], *texts: str) -> tuple[list[Score], RewardPool]:
@@ -111,12 +133,12 @@ def score_together(terms: dict[str, RewardTerm], *texts: str) -> tuple[list[Scor
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("attack", ["line", "number", "half a line", "fork"])
+@pytest.mark.parametrize("attack", ["line", "number", "half a line", "fork of C"])
 def test_a_forgery_in_a_message_costs_the_one_that_forged(attacks, attack):
     scores, pool = score_together(attacks, "fine", "fine", attack, "fine", "fine")
     own = scores.pop(2)
     assert [(score.reward, score.error) for score in scores] == [(0.0, None), (1.0, None), (3.0, None), (4.0, None)]
-    assert own.reward in {"number": (0.0, 0.5), "fork": (0.0, 2.0)}.get(attack, (0.0,))  # what its own number lets it say
+    assert own.reward in {"number": (0.0, 0.5), "fork of C": (0.0, 2.0)}.get(attack, (0.0,))  # what its own number lets it say
     assert pool.error_counts == ({"forged": 1} if own.error else {})
 
 
