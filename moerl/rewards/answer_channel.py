@@ -7,8 +7,11 @@ what a verifier ran, or by what it left running. Then nobody can tell which answ
 import asyncio
 import json
 import math
+import re
 import socket
 from typing import Any
+
+from moerl.rewards.reward_worker import LONGEST_NAME, LONGEST_REASON
 
 _LONGEST_ANSWER = 2**20
 _SHAPES = ({"value", "extra"}, {"kind", "error"})
@@ -74,9 +77,10 @@ def checked_answer(message: dict[str, Any]) -> dict[str, Any]:
     if set(message) not in _SHAPES:
         raise ForgedAnswer("a line that is no answer of a worker")
     if "kind" in message:
-        is_sound = message["kind"] in _VERIFIER_ERRORS and isinstance(message["error"], str)
+        is_sound = message["kind"] in _VERIFIER_ERRORS and _is_text(message["error"], LONGEST_REASON)
     else:
         is_sound = isinstance(message["extra"], dict) and all(map(_is_finite, (message["value"], *message["extra"].values())))
+        is_sound = is_sound and all(_is_text(name, LONGEST_NAME) for name in message["extra"])
     if not is_sound:
         raise ForgedAnswer("an answer whose values no worker sends")
     return message
@@ -94,3 +98,8 @@ def _message(line: bytes) -> dict[str, Any]:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
+
+
+def _is_text(value: Any, most: int) -> bool:
+    """Whether files can hold it: JSON may name halves of surrogate pairs."""
+    return isinstance(value, str) and len(value) <= most and not re.search("[\ud800-\udfff]", value)

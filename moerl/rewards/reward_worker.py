@@ -31,7 +31,9 @@ from moerl.rewards import worker_sandbox
 from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Verifier, VerifierInput
 
 _LONGEST_MESSAGE = 2000
-_LONGEST_NAME = 100
+LONGEST_REASON = 5000
+"""Characters of the reason why there is no score, with the place in code."""
+LONGEST_NAME = 100
 """Characters of a number beside the score."""
 _LENGTH = struct.Struct(">I")
 _NUMBER_BYTES = 32
@@ -202,7 +204,7 @@ def _answer(verdict: Any) -> dict[str, Any]:
         return {"kind": "not_a_number", "error": f'returned a mapping without "score": {_short(repr(verdict))}'}
     else:
         score = verdict["score"]
-        extra = {_printable(str(key))[:_LONGEST_NAME]: _number(value) for key, value in verdict.items() if key != "score"}
+        extra = {_printable(str(key))[:LONGEST_NAME]: _number(value) for key, value in verdict.items() if key != "score"}
     value = _number(score)
     if value is None:
         return {"kind": "not_a_number", "error": f"returned {_short(repr(score))}, which is not a finite number"}
@@ -225,8 +227,8 @@ def _message(error: BaseException) -> str:
         text = str(error)
     except Exception as other:  # a class of the user's
         text = f"its text cannot be made: {type(other).__name__}"
-    said = _short(_printable(f"{type(error).__name__}: {text}" if text else type(error).__name__))
-    return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
+    said = _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return f"{said} (at {_short(f'{place.filename}:{place.lineno} in {place.name}: {place.line}')})"
 
 
 def _printable(text: str) -> str:
@@ -235,4 +237,5 @@ def _printable(text: str) -> str:
 
 
 def _short(text: str) -> str:
+    text = _printable(text)
     return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."

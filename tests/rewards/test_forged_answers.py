@@ -14,7 +14,7 @@ from moerl.rewards.reward_pool import RewardPool
 from moerl.types.groups import Prompt, Score
 
 ATTACKS = """
-import ctypes, json, os, signal, sys, time
+import ctypes, json, linecache, os, signal, sys, time
 
 def channel():
     # Descriptors of sockets: 0 is the null device by now, 1 and 2 are standard error.
@@ -74,6 +74,10 @@ def attack(data_source, solution_str, ground_truth, extra_info):
         write(b"x" * 2 ** 17 * 9)
     if solution_str == "exception of no class":
         raise BaseException("neither Exception nor exit")
+    if solution_str == "exception at a place of half a character":
+        source = "raise ValueError(1)  # \\ud800" + "#" * 10_000
+        linecache.cache["<response>"] = (len(source), None, [source], "<response>")
+        exec(compile("raise ValueError(1)", "<response>", "exec"))
     if solution_str == "interrupt":
         raise KeyboardInterrupt
     return float(ground_truth)
@@ -156,8 +160,12 @@ def test_the_sample_that_forges_has_an_error_that_says_so(attacks, attack):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("exception of no class", "BaseException: neither Exception"), ("interrupt", "KeyboardInterrupt")]
-)
+    ("text", "said"),
+    [
+        ("exception of no class", "BaseException: neither Exception"), ("interrupt", "KeyboardInterrupt"),
+        ("exception at a place of half a character", "ValueError(1)  # \\ud800###"),
+    ],
+)  # fmt: skip
 def test_an_exception_of_any_class_is_told_as_what_was_raised(attacks, text, said):
     (bad, good), pool = score_in_turn(attacks, (prompt("1"), text), (prompt("2"), "fine"))
     assert bad.error is not None and said in bad.error
@@ -200,7 +208,9 @@ ANSWER = {"number": "7", "value": 0.5, "extra": {}}
             {}, ANSWER | {"number": "8"}, ANSWER | {"number": 7}, ANSWER | {"more": 1}, {"number": "7", "value": 0.5}, {"number": "7"},
             ANSWER | {"value": math.nan}, ANSWER | {"value": math.inf}, ANSWER | {"value": 1}, ANSWER | {"value": True},
             ANSWER | {"value": "1.0"}, ANSWER | {"value": None}, ANSWER | {"extra": []}, ANSWER | {"extra": {"a": math.nan}},
-            ANSWER | {"extra": {"a": "b"}}, {"number": "7", "kind": "died", "error": "x"}, {"number": "7", "kind": [], "error": "x"},
+            ANSWER | {"extra": {"a": "b"}}, ANSWER | {"extra": {"\ud800": 1.0}}, ANSWER | {"extra": {"a" * 101: 1.0}},
+            {"number": "7", "kind": "raised", "error": "\ud800"}, {"number": "7", "kind": "raised", "error": "a" * 10_000},
+            {"number": "7", "kind": "died", "error": "x"}, {"number": "7", "kind": [], "error": "x"},
             {"number": "7", "kind": "raised", "error": 1}, {"number": "7", "kind": "forged", "error": "x"},
             ANSWER | {"kind": "raised", "error": "x"},
         )),
