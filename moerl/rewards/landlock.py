@@ -18,6 +18,7 @@ _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 1
 _BIND_TCP, _CONNECT_TCP = 1, 2
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 READ = _READ_FILE | _READ_DIR | _EXECUTE
+LIST = _READ_DIR
 WRITE_DEVICE = _READ_FILE | _WRITE_FILE
 OLDEST_ABI = 3
 """Below it a file that may be read may also be emptied."""

@@ -67,25 +67,44 @@ def enter(*, own: Path, code: Iterable[Path], allows_network: bool) -> None:
 
 
 def _readable(code: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    python = (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable)), *sys.path)
-    searched = [entry for name in ("PATH", "LD_LIBRARY_PATH") for entry in os.environ.get(name, "").split(":")]
-    for directory in map(Path, dict.fromkeys((*map(str, code), *python, *searched))):
+    python = (sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.path.realpath(sys.executable)))
+    programs = [entry for name in ("PATH", "LD_LIBRARY_PATH") for entry in os.environ.get(name, "").split(":")]
+    for directory in map(Path, dict.fromkeys((*map(str, code), *python, *programs))):
         if directory.is_absolute():
             yield from _code_of(directory)
+    here = Path(os.readlink("/proc/self/cwd"))
+    for directory in map(Path, dict.fromkeys(sys.path)):
+        if directory.is_absolute():
+            yield from _modules_of(directory) if here.is_relative_to(directory.resolve()) else _code_of(directory)
     for path in (*_SYSTEM, *(f"/etc/{name}" for name in _SETTINGS), *_MACHINE, "/proc/self"):
         yield Path(path), landlock.READ
 
 
 def _code_of(directory: Path) -> Iterator[tuple[Path, int]]:
     """All of it; of a place where other things lie too, keys and tokens among them, the Python files alone."""
-    places = [Path(place) for place in _SHARED]
-    with suppress(KeyError):  # a user without a name, as in some containers
-        places.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
-    if not any(place.is_relative_to(directory.resolve()) for place in places):
+    if not _is_shared(directory):
         yield directory, landlock.READ
         return
     for file in directory.glob("*.py"):
         yield file, landlock.READ
+
+
+def _modules_of(directory: Path) -> Iterator[tuple[Path, int]]:
+    """What can be imported from a place above the working directory, as `python -m` does: runs, data and tokens lie there too."""
+    if _is_shared(directory):
+        yield from _code_of(directory)
+        return
+    yield directory, landlock.LIST  # who imports looks for names there
+    for path in {*directory.glob("*.py"), *(file.parent for file in directory.glob("*/*.py"))}:
+        yield path, landlock.READ
+
+
+def _is_shared(directory: Path) -> bool:
+    """Whether it holds what is not code, as home directories do."""
+    places = [Path(place) for place in _SHARED]
+    with suppress(KeyError):  # a user without a name, as in some containers
+        places.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
+    return any(place.is_relative_to(directory.resolve()) for place in places)
 
 
 def _limit() -> None:

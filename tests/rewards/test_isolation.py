@@ -171,6 +171,20 @@ def test_a_check_with_network_connects_and_is_strict_otherwise(functions, elsewh
     assert [(file.name, file.read_text()) for file in elsewhere.iterdir()] == [("kept", "kept")]
 
 
+def test_of_a_working_directory_that_is_searched_for_modules_the_modules_alone_are_read(functions, elsewhere, monkeypatch):
+    """As `python -m moerl train` does, in jobs of Slurm: the run's directory lies there, with the token of the job."""
+    (elsewhere / "package").mkdir()
+    (elsewhere / "package" / "__init__.py").write_text("from package import inner")
+    (elsewhere / "package" / "inner.py").touch()
+    (elsewhere / "module.py").touch()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(elsewhere)])
+    texts = {"file": "open(place + '/kept').read()", "modules": "import module, package"}
+    scores = score_all(terms(functions, "run", "strict"), texts, elsewhere)
+    assert not_refused({"file": scores["file"]}) == {}
+    assert scores["modules"].error is None
+
+
 def test_each_term_has_its_own_level(functions, elsewhere):
     text = """
 value = {}
