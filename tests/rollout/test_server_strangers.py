@@ -154,6 +154,22 @@ def test_a_body_that_is_no_http_is_refused_without_a_traceback(beside_server, ca
     assert {record.levelname for record in caplog.records if record.name == "uvicorn.error"} == {"WARNING"}
 
 
+def test_a_client_of_the_run_that_ends_within_its_body_leaves_no_traceback(beside_server, caplog):
+    """As a collector that is killed does."""
+
+    async def use(secret, port):
+        head = f"POST /abort HTTP/1.1\r\nHost: x\r\nAuthorization: {secret.headers['Authorization']}\r\n".encode()
+        _, gone = await connect(port, head + b"Content-Length: 100\r\n\r\nabc")
+        reader, writer = await connect(port, head + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n")
+        gone.close()
+        async with asyncio.timeout(SECONDS):
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+
+    beside_server(use)
+    assert {record.levelname for record in caplog.records if record.name == "uvicorn.error"} == {"WARNING"}
+
+
 def test_where_strangers_take_half_of_the_files_the_oldest_gives_way(beside_server, monkeypatch):
     monkeypatch.setattr(secret_gate, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(secret_gate.resource, "getrlimit", lambda _: (8, 8))
