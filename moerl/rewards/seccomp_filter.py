@@ -33,6 +33,8 @@ _OF_ANYBODY = "prlimit64 sched_setaffinity sched_setscheduler sched_setparam sch
 """Calls that change another process of the same user where their first argument is not 0, which is the caller."""
 _IOCTLS = (0x40086602, 0x40046602, 0x401C5820, 0x40087602)
 """FS_IOC_SETFLAGS of 64 and 32 bits, FS_IOC_FSSETXATTR, FS_IOC_SETVERSION (linux/fs.h): they change files that are open for reading."""
+_F_SETLEASE = 1024
+"""Command of fcntl: whoever opens a file under a lease, also outside, waits until its holder lets go, 45 s at most."""
 _NUMBERS = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "open_tree_attr": 467, "file_setattr": 469}
 """Calls that are newer than libseccomp may be: the kernel numbers new ones alike on all architectures."""
 
@@ -61,6 +63,7 @@ def load_filter(*, allows_network: bool) -> None:
     _refuse(library, context, "clone3", errno=errno.ENOSYS)  # its flags are in memory; callers fall back to clone
     for request in _IOCTLS:  # the kernel looks at 32 bits of it
         _refuse(library, context, "ioctl", _Comparison(1, _MASKED_EQ, 0xFFFFFFFF, request))
+    _refuse(library, context, "fcntl", _Comparison(1, _MASKED_EQ, 0xFFFFFFFF, _F_SETLEASE))
     for flag in _NAMESPACES:
         _refuse(library, context, "clone", _Comparison(0, _MASKED_EQ, flag, flag))
     _sockets(library, context, allows_network)

@@ -60,6 +60,7 @@ REFUSED_EVERYWHERE = {
     "file of somebody emptied by path": "os.truncate(place + '/kept', 0)",
     "flags of a file": "fcntl.ioctl(os.open(place + '/kept', os.O_RDONLY), 0x40086602, bytes(8))",
     "version of a file": "fcntl.ioctl(os.open('/etc/passwd', os.O_RDONLY), 0x40087602, bytes(8))",
+    "lease of a file, for which others wait": "fcntl.fcntl(os.open(sys.modules['moerl_reward_checks'].__file__, 0), fcntl.F_SETLEASE, 1)",
     "file removed": "os.remove(place + '/kept')",
     "file renamed": "os.rename(place + '/kept', tempfile.gettempdir() + '/taken')",
     "link into the own directory": "os.link(place + '/kept', tempfile.gettempdir() + '/linked')",
