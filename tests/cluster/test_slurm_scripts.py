@@ -227,6 +227,18 @@ def test_a_shipped_script_takes_no_options_of_the_allocation_in_which_it_was_sub
         assert done.stdout.splitlines() == [*of_gpus, "SLURM_JOB_ID=5", "SLURM_RESTART_COUNT=1"]
 
 
+@pytest.mark.parametrize(("restarts", "inherited"), [("0", {"SLURM_RESTART_COUNT": "2"}), ("3", {"SLURM_RESTART_COUNT": "3"}), ("0", {})])
+def test_a_first_try_is_one_also_in_an_allocation_that_was_queued_again(tmp_path: Path, restarts: str, inherited: dict[str, str]):
+    """sbatch hands its variable on, and Slurm sets one from the second try only."""
+    shown = f'echo "JobId=75 JobName=y Restarts=9 "; echo "JobId=7 JobName=x Requeue=1 Restarts={restarts} BatchFlag=1"'
+    for name, body in {"srun": 'echo "$SLURM_RESTART_COUNT"', "scontrol": shown}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **inherited}
+    done = subprocess.run(["bash", "-s"], input=rendered(DEMO), capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{restarts}\n", "")
+
+
 def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = [DEMO, f"output_dir={tmp_path}"]
