@@ -41,15 +41,15 @@ def test_the_marks_are_where_the_script_looks(tmp_path: Path):
 class Script:
     """The job's script with stand-ins for srun, squeue, sinfo and scontrol; the last writes down what it is asked to change."""
 
-    def __init__(self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)"):
-        """`nodes`: that answer; NAME STATE of those that are not idle."""
-        self.directory = directory
-        shown = f"JobId=7 JobName=x ReqNodeList={required} ExcNodeList={excluded} NodeList=n0"
+    def __init__(self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)", array: str = ""):
+        """`nodes`: that answer; NAME STATE of those that are not idle. `array`: what Slurm says of a task of one."""
+        self.directory, self.is_array = directory, bool(array)
+        shown = f"JobId=7 {array}JobName=x ReqNodeList={required} ExcNodeList={excluded} NodeList=n0"
         answering = shlex.join(node if " " in node else f"{node} idle" for node in nodes)
         hostnames = f"{{ echo '{excluded}' | tr , '\\n'; }}"
         programs = {
             "srun": 'for word; do case "$word" in --marks=*) file="${word#*=}.lost" ;; esac; done; . ./step',
-            "squeue": "echo RUNNING",
+            "squeue": 'case "$*" in *"--noheader --jobs=7 "*) printf "%s" "$ALL" ;; esac; echo RUNNING',
             "sinfo": f"printf '%s\\n' {answering}",
             "scontrol": f'case "$1 $2" in "show job") echo "{shown}" ;; "show hostnames") {hostnames} ;; *) echo "$@" >> asked ;; esac',
         }
@@ -60,7 +60,7 @@ class Script:
     def run(self, step: str) -> "subprocess.CompletedProcess[str]":
         """`step`: shell lines of the step; $file is where lost nodes are written."""
         (self.directory / "step").write_text(step)
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NUM_NODES": "2"}
+        slurm = {"SLURM_JOB_ID": "7", "ALL": "RUNNING\n" if self.is_array else "", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_NUM_NODES": "2"}
         environment = {"PATH": f"{self.directory}:/usr/bin:/bin", **slurm}
         script = render_train(load((DEMO,)), (DEMO,))
         return subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, env=environment, cwd=self.directory)
@@ -131,3 +131,9 @@ def test_a_job_whose_killed_task_hides_the_first_nodes_exit_code_is_queued_again
     done = script.run("exit 137")
     assert len(script.asked) == 2, "the word of an earlier try does not count"
     assert not list(tmp_path.glob(".moerl-*"))
+
+
+def test_the_last_task_of_an_array_which_has_the_arrays_number_is_queued_again_alone(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"], array="ArrayJobId=7 ArrayTaskId=2 ")
+    script.run('echo n1 >> "$file"; exit 203')
+    assert script.asked == ["requeue 7_2", "update JobId=7_2 ExcNodeList=n1"]
