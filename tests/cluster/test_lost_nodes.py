@@ -137,3 +137,24 @@ def test_the_last_task_of_an_array_which_has_the_arrays_number_is_queued_again_a
     script = Script(tmp_path, nodes=["n0", "n1", "n2"], array="ArrayJobId=7 ArrayTaskId=2 ")
     script.run('echo n1 >> "$file"; exit 203')
     assert script.asked == ["requeue 7_2", "update JobId=7_2 ExcNodeList=n1"]
+
+
+def test_a_job_waits_for_a_controller_that_is_starting_to_be_queued_again(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    for name in ("squeue", "scontrol"):
+        there = (tmp_path / name).read_text().removeprefix("#!/bin/sh\n")
+        refused = f"echo x >> {name}.tries; [ $(wc -l < {name}.tries) -gt 4 ] || {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{refused}\n{there}")
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "sleep").chmod(0o755)
+    done = script.run("exit 203")
+    assert (done.returncode, script.asked) == (203, ["requeue 7"]), done.stderr
+
+
+def test_a_job_does_not_wait_for_ever_for_a_controller(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho x >> tries\nexit 1\n")
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "sleep").chmod(0o755)
+    assert script.run("exit 203").returncode == 203
+    assert len((tmp_path / "tries").read_text().split()) == 30
