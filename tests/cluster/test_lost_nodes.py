@@ -41,10 +41,12 @@ def test_the_marks_are_where_the_script_looks(tmp_path: Path):
 class Script:
     """The job's script with stand-ins for srun, squeue, sinfo and scontrol; the last writes down what it is asked to change."""
 
-    def __init__(self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)", array: str = ""):
+    def __init__(
+        self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)", array: str = "", restarts: int = 0
+    ):  # fmt: skip
         """`nodes`: that answer; NAME STATE of those that are not idle. `array`: what Slurm says of a task of one."""
         self.directory, self.is_array = directory, bool(array)
-        shown = f"JobId=7 {array}JobName=x ReqNodeList={required} ExcNodeList={excluded} NodeList=n0"
+        shown = f"JobId=7 {array}JobName=x Restarts={restarts} ReqNodeList={required} ExcNodeList={excluded} NodeList=n0"
         answering = shlex.join(node if " " in node else f"{node} idle" for node in nodes)
         hostnames = f"{{ echo '{excluded}' | tr , '\\n'; }}"
         programs = {
@@ -143,7 +145,7 @@ def test_a_job_waits_for_a_controller_that_is_starting_to_be_queued_again(tmp_pa
     script = Script(tmp_path, nodes=["n0", "n1", "n2"])
     for name in ("squeue", "scontrol"):
         there = (tmp_path / name).read_text().removeprefix("#!/bin/sh\n")
-        refused = f"echo x >> {name}.tries; [ $(wc -l < {name}.tries) -gt 4 ] || {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}"
+        refused = f"echo x >> {name}.tries; [ $(wc -l < {name}.tries) -gt 4 ] || {{ echo 'Unable to contact' >&2; exit 1; }}"
         (tmp_path / name).write_text(f"#!/bin/sh\n{refused}\n{there}")
     (tmp_path / "sleep").write_text("#!/bin/sh\n")
     (tmp_path / "sleep").chmod(0o755)
@@ -158,3 +160,11 @@ def test_a_job_does_not_wait_for_ever_for_a_controller(tmp_path: Path):
     (tmp_path / "sleep").chmod(0o755)
     assert script.run("exit 203").returncode == 203
     assert len((tmp_path / "tries").read_text().split()) == 30
+
+
+def test_a_job_that_is_asked_to_end_before_its_node_listens_is_queued_again_once(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    done = script.run("exit 138")
+    assert (done.returncode, script.asked) == (138, ["requeue 7"])
+    Script(tmp_path, nodes=["n0", "n1", "n2"], restarts=1).run("exit 138")
+    assert script.asked == ["requeue 7"], "a job whose time is always over by then would come back for ever"
