@@ -26,8 +26,8 @@ INHERITED = ("HOME", "USER", "LANG", "PATH")
 _WHICH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Variables of the submission's that sbatch itself needs."""
 _OPTIONS = (
-    "CPUS_PER_GPU", "CPUS_PER_TASK", "DISTRIBUTION", "GPU_BIND", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "HINT",
-    "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NTASKS_PER_GPU", "THREADS_PER_CORE", "TRES_PER_TASK",
+    "CPUS_PER_GPU", "CPUS_PER_TASK", "DISTRIBUTION", "GPU_BIND", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "HET_SIZE",
+    "HINT", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NTASKS_PER_GPU", "THREADS_PER_CORE", "TRES_PER_TASK",
 )  # fmt: skip
 """Variables, without SLURM_, that an allocation has by its own options and srun takes for options. sbatch hands every SLURM_ variable on,
 whatever --export says, also those of an allocation in which it was called."""

@@ -185,7 +185,10 @@ def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pyt
         submit(load(overrides), rendered(*overrides))
 
 
-ALLOCATION = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1", "SLURM_GPUS": "1", "SLURM_GPUS_PER_NODE": "1", "SLURM_MEM_PER_NODE": "500"}
+ALLOCATION = {
+    "SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1", "SLURM_GPUS": "1", "SLURM_GPUS_PER_NODE": "1", "SLURM_MEM_PER_NODE": "500",
+    "SLURM_HET_SIZE": "2",
+}  # fmt: skip
 
 
 def test_a_job_is_none_of_the_allocation_in_which_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
