@@ -231,7 +231,9 @@ class _Node:
         cluster = await self._start_ray(ray, None, watch)
         for guest in guests:
             await guest.link.tell(ray=cluster)
-        expected = [(ray.address, self._facts), *((guest.link.peer_address, guest.facts) for guest in guests)]
+        # As Ray has it: a loopback, which it is given in a job of one node, it replaces by another address of the node.
+        head = cluster.rpartition(":")[0]
+        expected = [(head, self._facts), *((guest.link.peer_address, guest.facts) for guest in guests)]
         await _unless(wait_until_registered(cluster, expected, self._seconds), watch)
         logger.info("Ray runs on %d nodes at %s", len(nodes), cluster)
         return cluster

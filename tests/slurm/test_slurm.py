@@ -74,6 +74,13 @@ def test_a_job_trains_across_two_nodes(jobs: Jobs):
     assert "weights go by relay" in log.read_text(), "from each rank to the server on its own node"
 
 
+def test_a_job_of_one_node_trains(jobs: Jobs):
+    """Ray is given a loopback, and registers the node by another address."""
+    job = jobs.run("placement.nodes=1", "train.layout.ranks=1", "train.layout.ep=1", "slurm.preflight=true")
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert steps_of(jobs) == [1, 2, 3, 4]
+
+
 def steps_of(jobs: Jobs) -> list[int]:
     """That the run has told of."""
     return [json.loads(line)["step"] for file in jobs.output_dir.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
