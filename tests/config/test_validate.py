@@ -226,7 +226,8 @@ def test_a_sharded_checkpoint_as_the_model_is_told_to_be_converted(tmp_path: Pat
 
 
 def test_a_run_as_the_model_is_told_to_be_converted(tmp_path: Path):
-    (tmp_path / "saved" / "checkpoints" / "step-000003").mkdir(parents=True)
+    (step := tmp_path / "saved" / "checkpoints" / "step-000003").mkdir(parents=True)
+    (step / "manifest.json").touch()
     (problem,) = problems_of(*with_checkpoint(tmp_path / "saved"))
     assert problem.fix.startswith(f"moerl convert {tmp_path / 'saved' / 'checkpoints' / 'step-N'} FOLDER, ")
 
