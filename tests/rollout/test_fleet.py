@@ -264,6 +264,38 @@ def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpo
     run(scenario())
 
 
+@pytest.mark.parametrize("moment", ["closing", "lent", "starting"])
+def test_a_server_that_is_retired_while_it_is_being_started_again_stays_dead(run, checkpoints, monkeypatch, moment):
+    """As for the tokens that it sampled before it ended. `kill` finds no process then."""
+
+    async def scenario():
+        async with serving(checkpoints, 2) as (pool, engines):
+            member, others = pool.fleet.members[0], asyncio.Event()
+            verb = {"closing": "close", "starting": "start"}.get(moment)
+            if verb is None:
+                await pool.fleet.lend([member])
+            else:
+                upstream = getattr(engines[0], verb)
+
+                async def late():
+                    await others.wait()
+                    await upstream()
+
+                monkeypatch.setattr(engines[0], verb, late)
+            engines[0].kill()
+            await until(lambda: states(pool)[0] == "restarting")
+            await turns()
+            pool.fleet.retire(member, EngineError("fake-0: other log-probs"))
+            others.set()
+            await until(lambda: member.gone is not None)
+            pool.fleet.take_back([member])
+            await turns()
+            assert states(pool) == ["dead", "healthy"]
+            assert str(member.gone) == "fake-0: other log-probs"
+
+    run(scenario())
+
+
 def test_an_unexpected_failure_of_a_restart_reaches_whoever_waits(run, checkpoints, monkeypatch):
     async def scenario():
         async with serving(checkpoints, 1) as (pool, engines):

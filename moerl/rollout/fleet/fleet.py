@@ -286,12 +286,14 @@ class Fleet:
         return True
 
     async def _restart(self, member: Member) -> EngineError | None:
-        """Why it could not be started, on the node that it had."""
+        """Why it could not be started, on the node that it had, or, once it is retired, must not be."""
         self._enter(member, "restarting")
         member.num_starts += 1
         await member.engine.close()
-        while member.is_lent:  # a server takes its GPUs' memory when it starts
+        while member.is_lent and member.verdict is None:  # a server takes its GPUs' memory when it starts
             await self._changed.wait()
+        if member.verdict is not None:
+            return member.verdict
         member.is_starting = True
         try:
             await member.engine.start()
@@ -300,6 +302,9 @@ class Fleet:
         finally:
             member.is_starting = False
             self._tell()
+        if member.verdict is not None:
+            member.engine.kill()  # there may have been nothing to end when it was retired
+            return member.verdict
         self._enter(member, "stale")
         return None
 
