@@ -5,10 +5,11 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
+from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, collector, new_fake, push, whole
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collector import Answer
+from moerl.rollout.fleet.completion_check import check_routes
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.messages import dump_frame
@@ -332,3 +333,28 @@ def test_a_server_is_retired_for_its_own_part_of_a_completion_alone(run, engines
 
     assert sum(run(scenario())) == num_retired
     run(pool.close())
+
+
+@pytest.mark.parametrize("damaged", [lambda routes: routes[:, :1], lambda routes: routes * 0 + 300])
+def test_the_server_that_sent_wrong_routes_is_ended_and_not_the_one_that_sends_the_rest(run, engines, pool, monkeypatch, damaged):
+    """Else every server that the rest came to was ended, and the run after five, or it ended with the arrays that cannot be joined."""
+    pool._collector, sampling = collector(ROUTES["fake"]), replace(SAMPLING, max_tokens=100, returns_routes=True)
+    generate = engines[0].generate
+
+    async def wrong(*arguments):
+        completion = await generate(*arguments)
+        return replace(completion, routes=damaged(completion.routes))
+
+    async def scenario():
+        monkeypatch.setattr(engines[0], "generate", wrong)
+        asked = asyncio.create_task(pool.generate(PROMPT, sampling, "r"))
+        for _ in range(4):
+            await settle()
+        await pool.abort()
+        answer = await asked
+        check_routes(whole(answer), num_prompt=len(PROMPT), shape=ROUTES["fake"])
+        await settle()
+        return [member.state for member in pool.fleet.members]
+
+    assert run(scenario()) == ["dead", "healthy", "healthy"]
+    assert "routes of 3 prompt" in str(pool.fleet.members[0].gone)

@@ -51,21 +51,19 @@ class Intake:
         self, more: Completion, request: GenerateRequest, so_far: Completion | None, *, server: str
     ) -> tuple[Completion, Payload]:
         """The whole, from `server`'s answer to what was missing of `request`. EngineUnsound for an answer that cannot be right."""
-        _, sampling = rest(request.prompt_ids, request.sampling, so_far)
+        prompt_ids, sampling = rest(request.prompt_ids, request.sampling, so_far)
         check = partial(check_completion, more, sampling, request_id=request.request_id, vocab_size=self.vocab_size, server=server)
         if more.sets is None:
             check()
         else:  # of large sets it takes a while, and other completions are arriving
             await asyncio.to_thread(check)
+        if self.routes is not None and request.sampling.returns_routes and more.token_ids:
+            # Of every part, since whoever sends the next one must not be blamed for it. In a thread: it takes about 10 ms per megabyte.
+            await asyncio.to_thread(check_routes, more, num_prompt=len(prompt_ids), shape=self.routes)
         completion = completed(joined(so_far, more), request.sampling)
-        text = "" if completion.finish_reason == "abort" else await self._finished(request, completion)
+        is_finished = completion.finish_reason != "abort"
+        text = self.decoder.decode(list(completion.token_ids), skip_special_tokens=True) if is_finished else ""
         return completion, Payload.of(request.prompt_ids, completion, text)
-
-    async def _finished(self, request: GenerateRequest, completion: Completion) -> str:
-        if self.routes is not None and request.sampling.returns_routes and completion.token_ids:
-            # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
-            await asyncio.to_thread(check_routes, completion, num_prompt=len(request.prompt_ids), shape=self.routes)
-        return self.decoder.decode(list(completion.token_ids), skip_special_tokens=True)
 
 
 class Collector(Protocol):
