@@ -89,6 +89,8 @@ class WeightPublisher:
             async with self._pushing:  # a push that has begun is brought to its end: whatever comes next needs the trainer
                 reviving.cancel()
             await asyncio.gather(working, reviving, return_exceptions=True)
+            if not self._residency.serves and not reviving.cancelled():
+                reviving.result()  # whoever gave up `work` meanwhile, to save, must hear why the trainer cannot have the GPUs
 
     async def _late_rollout(self, deadline: str) -> MoerlError:
         busy = [member for member in self._fleet.members if member.num_in_flight]

@@ -47,6 +47,11 @@ class Residency:
         self._entering: State | None = None
         self._moves: dict[str, Move] = {}
 
+    @property
+    def serves(self) -> bool:
+        """Whether it is in serving, and no move has begun, or failed."""
+        return self.state == "serving" and self._entering is None
+
     async def make_room(self) -> None:
         """Memory of servers that have just started, for a trainer that starts next: an engine takes the memory that it finds free."""
         await self._servers_leave(PARTS)

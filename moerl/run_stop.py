@@ -79,7 +79,8 @@ class Stop:
         return asyncio.get_running_loop().call_later(seconds, self.ask, f"{self._reserve_seconds:g} {reason}")
 
     async def unless(self, work: Awaitable[T]) -> T:
-        """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step."""
+        """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step. An
+        error with which `work` answers its cancellation instead: what it had to bring to its end has failed."""
         self._is_heeded = True
         self._begin_step()
         working, asked = asyncio.ensure_future(work), asyncio.create_task(self._asked.wait())
@@ -89,9 +90,12 @@ class Stop:
                 raise self.stopped
             return working.result()
         finally:
+            was_done = working.done()
             for task in (working, asked):
                 task.cancel()
-            await asyncio.gather(working, asked, return_exceptions=True)
+            outcome, _ = await asyncio.gather(working, asked, return_exceptions=True)
+            if self.stopped is not None and not was_done and isinstance(outcome, MoerlError):
+                raise outcome
 
     def _begin_step(self) -> None:
         now = self._now()

@@ -8,11 +8,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from in_process_run import InProcessRun, make_config, play
+from in_process_run import InProcessRun, make_config, new_engine, play
 
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.run_stop import Stop, asked_to_stop, run_until_done
 from moerl.train.checkpoint import checkpoint_dirs
-from moerl.types.errors import ConfigError, RunStopped
+from moerl.types.errors import ConfigError, RunStopped, WeightError
 from moerl.types.exit_codes import ExitCode
 
 
@@ -58,6 +60,38 @@ def test_a_run_asked_to_end_saves_its_last_step_and_goes_on_with_the_next_prompt
     resumed = play(first.config)
     assert first.trained() | resumed.trained() == whole.trained()
     assert first.groups.keys().isdisjoint(resumed.groups)
+
+
+class FailsOnceBack(FakeEngine):
+    """Ends in step 3; the push to the one that takes its place fails, after the run was asked to end."""
+
+    num_starts = 0
+
+    async def start(self):
+        await super().start()
+        self.num_starts += 1
+
+    async def begin(self, manifest):
+        await super().begin(manifest)
+        if self.num_starts > 1:
+            self.run.stop.ask("SIGTERM", ExitCode.TERMINATED)
+            await asyncio.sleep(0.01)
+            raise WeightError("another digest")
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        if self.run.trainer.version == 2 and self.num_starts == 1 and not request_id.startswith("canary"):
+            self.kill()
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+def test_a_push_that_fails_while_the_run_ends_is_the_cause(tmp_path):
+    """And not the GPUs that the trainer cannot have for a checkpoint."""
+    engine = new_engine("fake-0", FailsOnceBack)
+    config = make_config(tmp_path, save_every=0, rollout=RolloutConfig(engine="fake", max_response_tokens=16, max_restarts=2))
+    engine.run = run = InProcessRun(config, engines=[engine])
+    with pytest.raises(WeightError, match="another digest"):
+        asyncio.run(run.play())
+    assert list(run.groups) == [1, 2]
 
 
 def test_a_second_signal_does_not_break_off_the_update_or_the_save(tmp_path):
