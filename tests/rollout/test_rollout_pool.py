@@ -119,6 +119,19 @@ def test_a_request_that_waits_too_long_for_servers_that_are_busy_says_so(run, en
     assert "and 1 waited. The wait in the driver counts" in second and "rollout.max_running" in second
 
 
+def test_a_request_that_is_ended_before_its_first_token_has_nothing_to_go_on_from(run, pool):
+    async def scenario():
+        await pool.pause("keep")
+        asked = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "r"))
+        await settle()
+        await pool.abort()
+        await settle()
+        await pool.resume()
+        return (await asked).completion.num_tokens, pool.num_resumed
+
+    assert run(scenario()) == (8, 0)
+
+
 def test_commands_reach_every_server(run, pool):
     async def scenario():
         statuses = []

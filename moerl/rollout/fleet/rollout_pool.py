@@ -189,7 +189,7 @@ class RolloutPool:
                 return replace(answer, completion=replace(answer.completion, met_push=True)) if met_push else answer
             if self._resumes:
                 so_far = answer.completion
-                self.num_resumed += 1
+                self.num_resumed += so_far.num_tokens > 0
 
     def _counts(self, error: EngineError, member: Member, turn: int, starts: int) -> bool:
         """Tells the fleet. Whether the request, or the server, may be at fault, and not the moment."""
