@@ -90,7 +90,7 @@ def _code_of(directory: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _modules_of(directory: Path) -> Iterator[tuple[Path, int]]:
-    """What can be imported from a place above the working directory, as `python -m` does: runs, data and tokens lie there too."""
+    """Files and folders that can be imported from one at or above the working directory: runs, data and tokens lie there too."""
     if _is_shared(directory):
         yield from _code_of(directory)
         return

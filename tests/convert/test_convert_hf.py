@@ -349,6 +349,23 @@ def test_every_chat_template_and_the_notice_go_along(source, tmp_path):
     assert "additional_chat_templates/tool_use.jinja" in (tmp_path / "out" / writing.DIGESTS).read_text()
 
 
+def test_files_that_are_links_out_of_the_folder_are_not_carried(source, tmp_path):
+    """A model that somebody cloned could bring one to a key, which would be published with what is written."""
+    (tmp_path / "key").write_text("private")
+    (source / "LICENSE").symlink_to(tmp_path / "key")
+    with pytest.raises(ConvertError, match=r"LICENSE': must be no link out of its folder\n.*/key\n"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (tmp_path / "key").rename(cache / "blobs" / "1")
+    (source / "LICENSE").unlink()
+    (source / "LICENSE").symlink_to("../../blobs/1")
+    (cache / "snapshots").mkdir()
+    run(source.rename(cache / "snapshots" / "0"), tmp_path / "out")
+    assert (tmp_path / "out" / "LICENSE").read_text() == "private"
+
+
 def test_a_folder_of_another_format_is_one_problem_that_names_the_checkpoint_below_it(tmp_path):
     def refused():
         with pytest.raises(ConvertError) as raised:

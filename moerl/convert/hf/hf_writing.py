@@ -12,6 +12,7 @@ from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import bytes_of, header_of
 from moerl.convert.tensors.writing import DIGESTS, FileJob, Finished, Output
 from moerl.models.hf_checkpoint import INDEX, by_size
+from moerl.types.errors import ConvertError, problem
 
 CARRIED = (
     "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.py", "*.md", "*.tiktoken", "LICENSE*", "NOTICE*",
@@ -52,10 +53,18 @@ def complete_hf(
 
 
 def carried_files(directory: Path | None) -> list[Path]:
+    """Raises ConvertError with every one that is a link out of the folder: that of somebody else would be copied and published."""
     if directory is None:
         return []
     skipped = {INDEX, "config.json", DIGESTS, "manifest.json", "state.json", "metadata.json"}
-    return sorted({file for pattern in CARRIED for file in directory.glob(pattern) if file.is_file() and file.name not in skipped})
+    found = sorted({file for pattern in CARRIED for file in directory.glob(pattern) if file.is_file() and file.name not in skipped})
+    own = [folder := directory.resolve(), folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder]
+    abroad = [file for file in found if not any(file.resolve().is_relative_to(each) for each in own)]
+    if abroad:
+        fix = "the file itself in its place, or --files-from the folder that has it"
+        rule, reason = "must be no link out of its folder", "it would be copied beside the weights, whatever it is: "
+        raise ConvertError([problem("SRC", str(file), rule, f"{reason}{file.resolve()}", fix) for file in abroad])
+    return found
 
 
 def _job(name: str, entries: list[Entry], options: WriteOptions) -> FileJob:
