@@ -72,8 +72,8 @@ class AnswerChannel:
 
 def checked_answer(message: dict[str, Any]) -> dict[str, Any]:
     """{"value", "extra"} or {"kind", "error"} of one term, as a worker's own code makes it; else ForgedAnswer."""
-    if message.get("kind") == "forged":
-        raise ForgedAnswer(str(message.get("error")))
+    if message.get("kind") == "forged" and _is_text(message.get("error"), LONGEST_REASON):
+        raise ForgedAnswer(message["error"])
     if set(message) not in _SHAPES:
         raise ForgedAnswer("a line that is no answer of a worker")
     if "kind" in message:

@@ -221,6 +221,12 @@ def test_a_line_that_no_worker_sends_is_a_forgery(line):
         received(line + b"\n")
 
 
+@pytest.mark.parametrize("error", ["\ud800", "a" * 10_000, 7])
+def test_what_a_copy_of_the_worker_says_is_told_only_if_files_can_hold_it(error):
+    with pytest.raises(ForgedAnswer, match="^an answer whose values no worker sends$"):
+        received(json.dumps({"number": "7", "kind": "forged", "error": error}).encode() + b"\n")
+
+
 def test_a_line_without_end_is_a_forgery_before_it_fills_the_memory():
     async def main() -> None:
         (requests, _requests), (answers, theirs) = socket.socketpair(), socket.socketpair()
