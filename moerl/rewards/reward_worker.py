@@ -127,8 +127,12 @@ def _code(terms: Mapping[str, RewardTerm]) -> Iterator[Path]:
         source, _ = split_path(path)
         if source.endswith(".py"):
             yield Path(source).parent
-        elif (file := sys.modules[source.partition(".")[0]].__file__) is not None:
+            continue
+        package = sys.modules[source.partition(".")[0]]
+        if (file := getattr(package, "__file__", None)) is not None:
             yield Path(file).parent
+        else:  # a package without __init__.py may have several
+            yield from map(Path, getattr(package, "__path__", ()))
 
 
 class _Replies:

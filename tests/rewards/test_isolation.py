@@ -186,6 +186,16 @@ def test_of_a_working_directory_that_is_searched_for_modules_the_modules_alone_a
     assert scores["modules"].error is None
 
 
+def test_a_function_in_a_package_without_init_reads_what_lies_beside_it(elsewhere, monkeypatch):
+    (folder := elsewhere / "unmarked" / "deep").mkdir(parents=True)
+    (folder / "later.py").write_text("value = 0.5")
+    (folder / "function.py").write_text("def run(**_):\n    from unmarked.deep.later import value\n    return value\n")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(elsewhere)])
+    term = RewardTerm(kind="function", path="unmarked.deep.function:run", isolation="strict")
+    assert score_all({"own": term}, {"any": ""}, elsewhere)["any"] == Score(reward=0.5, parts={"own": 0.5})
+
+
 def test_each_term_has_its_own_level(functions, elsewhere):
     text = """
 value = {}
