@@ -32,6 +32,7 @@ _MACHINE = (
     "/proc/sys/kernel", "/proc/sys/vm", "/sys/devices/system", "/sys/fs/cgroup",
 )  # fmt: skip
 _SHARED = ("/home", "/root", "/tmp", "/var/tmp", "/dev/shm")
+_MODULES = (".py", ".pyc", ".so")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
@@ -95,8 +96,17 @@ def _modules_of(directory: Path) -> Iterator[tuple[Path, int]]:
         yield from _code_of(directory)
         return
     yield directory, landlock.LIST  # who imports looks for names there
-    for path in {*directory.glob("*.py"), *(file.parent for file in directory.glob("*/*.py"))}:
-        yield path, landlock.READ
+    for name in _names(directory):
+        if name.endswith(_MODULES) or any(each.endswith(_MODULES) for each in _names(directory / name)):
+            yield directory / name, landlock.READ
+
+
+def _names(directory: Path) -> list[str]:
+    """[] of what is no directory, is gone by now, or cannot be read, as a mount whose server is away: no module comes from there."""
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
 
 
 def _is_shared(directory: Path) -> bool:

@@ -1,6 +1,7 @@
 """What a check can reach, tried by checks: of each level of `reward.terms.*.isolation`, on the kernel that runs the tests."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -194,6 +195,30 @@ def test_a_function_in_a_package_without_init_reads_what_lies_beside_it(elsewher
     monkeypatch.setattr(sys, "path", [*sys.path, str(elsewhere)])
     term = RewardTerm(kind="function", path="unmarked.deep.function:run", isolation="strict")
     assert score_all({"own": term}, {"any": ""}, elsewhere)["any"] == Score(reward=0.5, parts={"own": 0.5})
+
+
+def test_modules_of_a_working_directory_are_found_whatever_else_lies_there(elsewhere, monkeypatch):
+    """A mount whose server is away, or a folder that goes meanwhile, kept every worker from starting; extension modules were missed."""
+    names = {"away": None, "data": "table.json", "fast": "inner.cpython-311-x86_64-linux-gnu.so", "package": "inner.py"}
+    for folder, file in names.items():
+        (elsewhere / folder).mkdir()
+        if file is not None:
+            (elsewhere / folder / file).touch()
+    for file in ("extension.abi3.so", "module.py"):
+        (elsewhere / file).touch()
+
+    def unless_away(listed):
+        def lists(path="."):
+            if os.path.basename(path) == "away":
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(path))
+            return listed(path)
+
+        return lists
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, unless_away(getattr(os, name)))
+    found = {path.relative_to(elsewhere).name for path, _ in worker_sandbox._modules_of(elsewhere)}
+    assert found == {"", "extension.abi3.so", "fast", "module.py", "package"}
 
 
 def test_each_term_has_its_own_level(functions, elsewhere):
