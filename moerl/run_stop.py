@@ -47,6 +47,8 @@ class Stop:
         self.stopped: RunStopped | None = None
         """Why and how the run ends, once it was asked to."""
         self.failed: MoerlError | None = None
+        self.unfinished: MoerlError | None = None
+        """Error of a push under way when `unless` gave its work up: the trainer cannot have its GPUs, as a checkpoint needs."""
         self._is_heeded = False
         self._step_began: float | None = None
         self._longest_step = 0.0
@@ -79,8 +81,7 @@ class Stop:
         return asyncio.get_running_loop().call_later(seconds, self.ask, f"{self._reserve_seconds:g} {reason}")
 
     async def unless(self, work: Awaitable[T]) -> T:
-        """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step. An
-        error with which `work` answers its cancellation instead: what it had to bring to its end has failed."""
+        """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step."""
         self._is_heeded = True
         self._begin_step()
         working, asked = asyncio.ensure_future(work), asyncio.create_task(self._asked.wait())
@@ -95,7 +96,8 @@ class Stop:
                 task.cancel()
             outcome, _ = await asyncio.gather(working, asked, return_exceptions=True)
             if self.stopped is not None and not was_done and isinstance(outcome, MoerlError):
-                raise outcome
+                logger.error("a push failed as the run was asked to end: %s", outcome)
+                self.unfinished = outcome
 
     def _begin_step(self) -> None:
         now = self._now()

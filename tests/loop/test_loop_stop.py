@@ -12,6 +12,7 @@ from in_process_run import InProcessRun, make_config, new_engine, play
 
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.rollout.fleet import fleet
 from moerl.run_stop import Stop, asked_to_stop, run_until_done
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import ConfigError, RunStopped, WeightError
@@ -62,6 +63,12 @@ def test_a_run_asked_to_end_saves_its_last_step_and_goes_on_with_the_next_prompt
     assert first.groups.keys().isdisjoint(resumed.groups)
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """No server ends with a push that fails here: nobody waits for the news."""
+    monkeypatch.setattr(fleet, "LOSS_SECONDS", 0.1)
+
+
 class FailsOnceBack(FakeEngine):
     """Ends in step 3; the push to the one that takes its place fails, after the run was asked to end."""
 
@@ -84,7 +91,7 @@ class FailsOnceBack(FakeEngine):
         return await super().generate(prompt_ids, sampling, request_id)
 
 
-def test_a_push_that_fails_while_the_run_ends_is_the_cause(tmp_path):
+def test_a_push_that_fails_while_the_run_ends_is_the_cause(tmp_path, quick):
     """And not the GPUs that the trainer cannot have for a checkpoint."""
     engine = new_engine("fake-0", FailsOnceBack)
     config = make_config(tmp_path, save_every=0, rollout=RolloutConfig(engine="fake", max_response_tokens=16, max_restarts=2))
@@ -92,6 +99,16 @@ def test_a_push_that_fails_while_the_run_ends_is_the_cause(tmp_path):
     with pytest.raises(WeightError, match="another digest"):
         asyncio.run(run.play())
     assert list(run.groups) == [1, 2]
+
+
+def test_a_push_that_fails_while_a_run_ends_that_has_saved_its_last_step_changes_nothing(tmp_path, quick, caplog):
+    """It is to be queued again, as without the push."""
+    engine = new_engine("fake-0", FailsOnceBack)
+    config = make_config(tmp_path, save_every=1, rollout=RolloutConfig(engine="fake", max_response_tokens=16, max_restarts=2))
+    engine.run = run = InProcessRun(config, engines=[engine])
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        asyncio.run(run.play())
+    assert checkpoint_dirs.newest(config.run_dir / "checkpoints").name == "step-000002" and "another digest" in caplog.text
 
 
 def test_a_second_signal_does_not_break_off_the_update_or_the_save(tmp_path):
