@@ -4,7 +4,6 @@ writes one into the run's directory and gives it to sbatch."""
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +131,7 @@ def _render_job(
         exports=[f"{name}={shlex.quote(value)}" for name, value in slurm.environment.items()],
         foreign=f"SLURM_{{{','.join(name for name in _OPTIONS if name not in own)}}}",
         requeue_code=ExitCode.QUEUE_AGAIN,
-        unheeded_code=128 + signal.SIGUSR1,
+        unheeded_code=138,  # 128 + SIGUSR1 of Linux
         command=words,
     )
 

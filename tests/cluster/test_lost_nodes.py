@@ -162,6 +162,23 @@ def test_a_job_does_not_wait_for_ever_for_a_controller(tmp_path: Path):
     assert len((tmp_path / "tries").read_text().split()) == 30
 
 
+def test_a_job_that_is_cancelled_while_it_waits_for_a_controller_is_not_queued_again(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n[ $1 != requeue ] || { touch refused; exit 1; }\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho x >> tries; if [ -e refused ]; then echo COMPLETING; else echo RUNNING; fi\n")
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "sleep").chmod(0o755)
+    assert script.run("exit 203").returncode == 203
+    assert len((tmp_path / "tries").read_text().split()) == 2
+
+
+def test_a_job_without_the_commands_of_slurm_ends_at_once(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho x >> tries\nexit 127\n")
+    assert script.run("exit 203").returncode == 203
+    assert len((tmp_path / "tries").read_text().split()) == 1
+
+
 def test_a_job_that_is_asked_to_end_before_its_node_listens_is_queued_again_once(tmp_path: Path):
     script = Script(tmp_path, nodes=["n0", "n1", "n2"])
     done = script.run("exit 138")

@@ -353,7 +353,7 @@ def test_files_that_are_links_out_of_the_folder_are_not_carried(source, tmp_path
     """A model that somebody cloned could bring one to a key, which would be published with what is written."""
     (tmp_path / "key").write_text("private")
     (source / "LICENSE").symlink_to(tmp_path / "key")
-    with pytest.raises(ConvertError, match=r"LICENSE': must be no link out of its folder\n.*/key\n"):
+    with pytest.raises(ConvertError, match=r"LICENSE = \'.*/key\': must be no link out of .*/source\n"):
         run(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     cache = tmp_path / "models--a--b"

@@ -53,18 +53,22 @@ def complete_hf(
 
 
 def carried_files(directory: Path | None) -> list[Path]:
-    """Raises ConvertError with every one that is a link out of the folder: that of somebody else would be copied and published."""
+    """Raises ConvertError with every one that is a link out of the folder, but for those to Hugging Face's cache: a file of somebody else
+    would be copied and published."""
     if directory is None:
         return []
     skipped = {INDEX, "config.json", DIGESTS, "manifest.json", "state.json", "metadata.json"}
     found = sorted({file for pattern in CARRIED for file in directory.glob(pattern) if file.is_file() and file.name not in skipped})
-    own = [folder := directory.resolve(), folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder]
-    abroad = [file for file in found if not any(file.resolve().is_relative_to(each) for each in own)]
+    abroad = [file for file in found if not (_is_cached(at := file.resolve()) or at.is_relative_to(directory.resolve()))]
     if abroad:
+        rule, reason = f"must be no link out of {directory}", "it would be copied beside the weights, whatever it is"
         fix = "the file itself in its place, or --files-from the folder that has it"
-        rule, reason = "must be no link out of its folder", "it would be copied beside the weights, whatever it is: "
-        raise ConvertError([problem("SRC", str(file), rule, f"{reason}{file.resolve()}", fix) for file in abroad])
+        raise ConvertError([problem(file.name, str(file.resolve()), rule, reason, fix) for file in abroad])
     return found
+
+
+def _is_cached(file: Path) -> bool:
+    return file.parent.name == "blobs" and file.parents[1].name.startswith("models--")
 
 
 def _job(name: str, entries: list[Entry], options: WriteOptions) -> FileJob:
