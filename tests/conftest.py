@@ -57,7 +57,7 @@ def in_this_process() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(user_process, "fork_driver", lambda: None)
-    patch.setattr(fork_server, "forking", nullcontext)
+    patch.setattr(fork_server, "forking", lambda **_: nullcontext())
     yield
     patch.undo()
 

@@ -97,7 +97,7 @@ def test_requests_of_a_push_go_on_after_it(run, served, temperature):
         return wholes, list(map(whole, await asyncio.gather(*tasks))), pool.num_resumed
 
     wholes, parts, num_resumed = run(scenario())
-    assert num_resumed >= 2 * MAX_RUNNING
+    assert num_resumed >= 2 * (MAX_RUNNING - 1), "all but the one that took the short one's place, which may have no token yet"
     for part, length in zip(parts, lengths.values(), strict=True):
         versions = [span.version for span in part.spans]
         assert versions == sorted(set(versions))
