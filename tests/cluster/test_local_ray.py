@@ -100,6 +100,20 @@ def test_a_folder_in_which_no_ray_can_start_is_told_before_it_is_tried(failing, 
     assert not left
 
 
+@pytest.mark.parametrize(("made", "reason"), [(False, "No such file"), (True, "it is empty")])
+def test_a_file_for_the_token_that_has_none_is_told_before_ray_is_tried(failing, monkeypatch, tmp_path, made, reason):
+    left, file = failing(9), tmp_path / "token"
+    if made:
+        file.touch()
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    with pytest.raises(ConfigError, match=reason) as error, local_ray(60.0):
+        pass
+    [found] = error.value.problems
+    assert (found.path, found.value) == ("RAY_AUTH_TOKEN_PATH", str(file))
+    assert not left
+
+
 @pytest.mark.parametrize(("runs", "seconds", "asked"), [(True, 60.0, 4), (False, 60.0, 1), (True, 0.0, 1)])
 def test_a_node_may_take_the_time_of_the_deadline_while_its_raylet_runs(monkeypatch, runs, seconds, asked):
     from ray._private import services

@@ -102,8 +102,12 @@ def _only_run() -> Iterator[None]:
 
 
 def _make_token() -> None:
-    """Ray writes a token of its own into ~/.ray. Where there is no home, or none that can be written, it gets one of this process's."""
-    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+    """Ray writes a token of its own into ~/.ray. Where there is no home, or none that can be written, it gets one of this process's.
+    Raises ConfigError for a file named for the token that has none."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if named := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        _require_token(Path(named))
         return
     try:
         directory = Path.home() / ".ray"
@@ -118,6 +122,17 @@ def _make_token() -> None:
         written.write(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = file  # for good: the first token that a process has stays its token
     atexit.register(Path(file).unlink, missing_ok=True)
+
+
+def _require_token(file: Path) -> None:
+    try:
+        refusal = "" if file.read_bytes().strip() else "it is empty"
+    except OSError as error:
+        refusal = error.strerror or str(error)
+    if refusal:
+        reason = f"{refusal}; Ray reads its token from there, and starts with none"
+        fix = "unset RAY_AUTH_TOKEN_PATH, and Ray has a token of its own in ~/.ray"
+        raise ConfigError([problem("RAY_AUTH_TOKEN_PATH", str(file), "must be a file with a token", reason, fix)])
 
 
 def _start(seconds: float, others: Collection[int]) -> None:
