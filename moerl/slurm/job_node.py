@@ -27,7 +27,7 @@ from moerl.config.schema.job_config import has_preflight
 from moerl.config.schema.run_config import RunConfig
 from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
 from moerl.slurm.meeting import Guest, common_address, hold_meeting, join_meeting
-from moerl.slurm.ray_daemons import RayEnded, RayNode, wait_until_registered
+from moerl.slurm.ray_daemons import RayEnded, RayNode, host_of, wait_until_registered
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.exit_codes import ExitCode
@@ -231,9 +231,8 @@ class _Node:
         cluster = await self._start_ray(ray, None, watch)
         for guest in guests:
             await guest.link.tell(ray=cluster)
-        # As Ray has it: a loopback, which it is given in a job of one node, it replaces by another address of the node.
-        head = cluster.rpartition(":")[0]
-        expected = [(head, self._facts), *((guest.link.peer_address, guest.facts) for guest in guests)]
+        # As Ray has it: a loopback, which it is given in a job of one node, it replaces by another address of the node, perhaps of IPv6.
+        expected = [(host_of(cluster), self._facts), *((guest.link.peer_address, guest.facts) for guest in guests)]
         await _unless(wait_until_registered(cluster, expected, self._seconds), watch)
         logger.info("Ray runs on %d nodes at %s", len(nodes), cluster)
         return cluster

@@ -125,6 +125,11 @@ class RayNode:
             return f"last lines of {self.log}:\n" + "".join(f"    {line}" for line in deque(log, maxlen=_LOG_LINES))
 
 
+def host_of(address: str) -> str:
+    """Address of a node as Ray's tables have it, from one with a port, where that of IPv6 stands in brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 async def end_of(pid: int) -> None:
     """End of any process, also one that is not this one's child."""
     try:

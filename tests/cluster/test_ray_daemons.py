@@ -6,9 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray._common.network_utils import build_address
 
 from moerl.slurm.allocation import AllocatedNode
-from moerl.slurm.ray_daemons import RayEnded, RayNode, end_of
+from moerl.slurm.ray_daemons import RayEnded, RayNode, end_of, host_of
 
 FACTS = AllocatedNode(name="n0", gpus=(), num_cpus=1, versions={})
 
@@ -46,3 +47,8 @@ def test_a_raylet_that_ends_with_its_killed_agent_is_noticed_and_leaves_no_daemo
 
 def test_a_process_that_is_gone_has_ended():
     asyncio.run(asyncio.wait_for(end_of(2**22 - 1), 5))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.2", "fd00::1"])
+def test_the_head_is_known_by_its_address_without_the_brackets_of_ipv6(host: str):
+    assert host_of(build_address(host, 6379)) == host
