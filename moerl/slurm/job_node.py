@@ -292,7 +292,9 @@ class _Node:
         raise _NodeLost(guest.facts.name, self._log.parent / f"{guest.facts.name}.log")
 
     def _ray(self, address: str, token: str) -> RayNode:
-        return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)
+        return RayNode(
+            facts=self._facts, address=address, directory=self._directory, token=token, log=self._log, seconds=self._seconds
+        )  # fmt: skip
 
 
 def _stuck() -> MoerlError:

@@ -39,6 +39,8 @@ class RayNode:
     """On the node's own disk, for this job alone."""
     token: str
     log: Path
+    seconds: float
+    """Time for its daemons to come up."""
 
     def environment(self) -> dict[str, str]:
         """Variables of Ray's daemons and of whoever joins them here; process groups use the interface of the same address."""
@@ -83,7 +85,7 @@ class RayNode:
         ports = [f"--{name}=0" for name in (*chosen, "dashboard-agent-listen-port", "dashboard-agent-grpc-port")]
         size = [f"--num-cpus={self.facts.num_cpus}", f"--num-gpus={len(self.facts.gpus)}", f"--node-name={self.facts.name}"]
         place = [f"--node-ip-address={self.address}", f"--temp-dir={self.directory}", "--include-log-monitor=false"]
-        program = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        program = [sys.executable, "-m", "moerl.slurm.ray_start", f"{self.seconds:g}"]
         return [*program, *role, *ports, *workers, *size, *place, "--disable-usage-stats", "--block"]
 
     async def _address(self, process: "asyncio.subprocess.Process") -> str:

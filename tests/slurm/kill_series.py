@@ -43,7 +43,7 @@ _KINDS = (
     ("gcs/gcs_server ", "gcs_server"), ("raylet/raylet ", "raylet"), ("ray::TrainWorker", "train rank"), ("ray::Collector", "collector"),
     ("ray::DashboardAgent", "Ray's agent"), ("ray::RuntimeEnvAgent", "Ray's agent"), ("dashboard/agent", "Ray's agent"),
     ("runtime_env/agent", "Ray's agent"), ("ray::", "other Ray worker"), ("default_worker.py", "other Ray worker"),
-    ("moerl.rewards", "reward worker"), ("ray.scripts.scripts", "ray start"), ("ray.util.client", "client server of Ray"),
+    ("moerl.rewards", "reward worker"), ("moerl.slurm.ray_start", "ray start"), ("ray.util.client", "client server of Ray"),
     ("/ray/", "other daemon of Ray"),
     ("-m moerl node", "node process"), ("-m moerl train", "driver"),
     ("moerl.rollout", "rollout server"), ("slurm_script", "job script"), ("srun", "srun"),
