@@ -173,7 +173,6 @@ def _gpus(config: RunConfig) -> int:
 
 
 def _environment(config: RunConfig) -> Iterator[dict[str, Any]]:
-    yield {"name": "RAY_worker_niceness", "value": "0"}  # ranks beside servers and verifiers, as moerl's own Ray has it
     # `ray job stop` would end a run that is saving after 3 s.
     yield {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(config.kubernetes.end_seconds)}
     for variable, source in config.kubernetes.secrets.items():

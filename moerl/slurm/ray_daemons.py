@@ -52,8 +52,7 @@ class RayNode:
         name = next(name for name, addresses in find_interfaces().items() if self.address in addresses)
         # NCCL takes a name without = as the beginning of names.
         network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-        # Ranks at Ray's 15 had a 28th of a core that servers and verifiers want too.
-        return {**network, "RAY_worker_niceness": "0", **inherited, **ray, "TMPDIR": str(self.directory)}
+        return {**network, **inherited, **ray, "TMPDIR": str(self.directory)}
 
     async def start(self, cluster: str | None) -> tuple[str, Awaitable[None]]:
         """(the cluster's address, what raises MoerlError when the daemons end), once this node's daemons run. None: this node is the head.

@@ -146,28 +146,6 @@ def test_a_worker_takes_no_ray_from_the_working_directory(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and "usage: default_worker.py" in done.stdout
 
 
-NICENESS = """
-import os
-import ray
-from moerl.cluster.forks.local_ray import local_ray
-
-class Rank:
-    def niceness(self):
-        return os.getpriority(os.PRIO_PROCESS, 0)
-
-with local_ray(600.0):
-    print(Rank().niceness(), ray.get(ray.remote(Rank).remote().niceness.remote()))
-"""
-
-
-def test_ranks_have_as_much_of_a_core_as_servers_and_verifiers():
-    """Ray gives its workers a niceness of 15, and whoever contends for their cores 28 times their share."""
-    words = [sys.executable, "-c", NICENESS]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
-    ours, of_ranks = done.stdout.split()
-    assert ours == of_ranks
-
-
 HANGS = """
 import sys
 from ray._private.parameter import RayParams

@@ -69,7 +69,6 @@ def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
     MoerlError if it cannot be joined, or has not come up in time."""
     with _only_run():
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # ranks had 15, a 28th of a core that servers and verifiers want too
         others = [child.pid for child in psutil.Process().children()]
         _start(start_seconds, others)
         with ExitStack() as files:
