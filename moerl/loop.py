@@ -62,9 +62,7 @@ async def run(
                     groups = await stop.unless(weights.serve_while(buffer.take(config.groups_per_step)))
             except RunStopped:
                 if step > first_version and not _is_saved(config, step):
-                    if stop.unfinished is not None:
-                        raise stop.unfinished from None
-                    await residency.train()
+                    await residency.train(stop.unfinished)
                     await _save(step, cursor, prompts, algorithm, train, observe)
                 raise
             batch = build_batch(groups, algorithm, routes, weights.servers, recomputes=config.rollout.partial)

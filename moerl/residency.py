@@ -26,7 +26,7 @@ from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.contract import PARTS, MemoryPart
 from moerl.train.group import TrainGroup
-from moerl.types.errors import EngineError, ResidencyError
+from moerl.types.errors import EngineError, MoerlError, ResidencyError
 from moerl.types.stats import Move
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,11 @@ class Residency:
         """Memory of servers that have just started, for a trainer that starts next: an engine takes the memory that it finds free."""
         await self._servers_leave(PARTS)
 
-    async def train(self) -> None:
-        """Requests that shared servers run are ended; the pool takes them elsewhere, or up again when these servers are back."""
+    async def train(self, failed: MoerlError | None = None) -> None:
+        """Requests that shared servers run are ended; the pool takes them elsewhere, or up again when these servers are back. `failed`:
+        error of a push that left the GPUs in between, which is raised."""
+        if failed is not None:
+            raise failed
         async with self._enter("training"):
             await self._servers_leave(PARTS)
             await self._timed("trainer_wake", self._train.wake())
