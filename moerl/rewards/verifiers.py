@@ -25,8 +25,6 @@ FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 """verl's: f(data_source, solution_str, ground_truth, extra_info) -> float | dict. They are passed by name."""
 _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A dollar sign after a backslash is money."""
-_PERCENT = re.compile(r"(?:\s|\$|\\boxed\{|\\[(\[])*([-+]?[\d.,]+)\s*\\?%(?:\s|\$|\}|\\[)\]])*")
-"""A percentage and nothing else, with math delimiters or without."""
 _PERCENT_SIGN = re.compile(r"\\?%")
 """math-verify gives a percentage no value in a box, its number in a formula, and a hundredth of that in plain text; of several it reads
 the last alone, and of a mixed number its fraction."""
@@ -90,9 +88,7 @@ def _math(term: RewardTerm) -> Verifier:
 
     def check_answer(check: VerifierInput) -> float:
         truth, text = check.ground_truth, check.text
-        if percentage := _PERCENT.fullmatch(truth):
-            truth, text = percentage[1], _PERCENT_SIGN.sub(" ", text)
-        elif _PERCENT_SIGN.search(truth) and not _REMAINDER.search(truth):
+        if _PERCENT_SIGN.search(truth) and not _REMAINDER.search(truth):
             truth, text = _PERCENT_SIGN.sub(" ", truth), _PERCENT_SIGN.sub(" ", text)
         wanted = parse(truth, parsing_timeout=None) if _MATH_DELIMITER.search(truth) else []
         wanted = wanted or parse(f"\\boxed{{{truth}}}", parsing_timeout=None)

@@ -39,7 +39,7 @@ def test_the_marks_are_where_the_script_looks(tmp_path: Path):
 
 
 class Script:
-    """The job's script with stand-ins for srun, squeue, sinfo and scontrol; the last writes down what it is asked to change."""
+    """The job's script with stand-ins for srun, squeue, sinfo, sleep and scontrol; the last writes down what it is asked to change."""
 
     def __init__(
         self, directory: Path, *, nodes: list[str], excluded: str = "(null)", required: str = "(null)", array: str = "", restarts: int = 0
@@ -52,6 +52,7 @@ class Script:
         programs = {
             "srun": 'for word; do case "$word" in --marks=*) file="${word#*=}.lost" ;; esac; done; . ./step',
             "squeue": 'case "$*" in *"--noheader --jobs=7 "*) printf "%s" "$ALL" ;; esac; echo RUNNING',
+            "sleep": "",
             "sinfo": f"printf '%s\\n' {answering}",
             "scontrol": f'case "$1 $2" in "show job") echo "{shown}" ;; "show hostnames") {hostnames} ;; *) echo "$@" >> asked ;; esac',
         }
@@ -147,8 +148,6 @@ def test_a_job_waits_for_a_controller_that_is_starting_to_be_queued_again(tmp_pa
         there = (tmp_path / name).read_text().removeprefix("#!/bin/sh\n")
         refused = f"echo x >> {name}.tries; [ $(wc -l < {name}.tries) -gt 4 ] || {{ echo 'Unable to contact' >&2; exit 1; }}"
         (tmp_path / name).write_text(f"#!/bin/sh\n{refused}\n{there}")
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "sleep").chmod(0o755)
     done = script.run("exit 203")
     assert (done.returncode, script.asked) == (203, ["requeue 7"]), done.stderr
 
@@ -156,8 +155,6 @@ def test_a_job_waits_for_a_controller_that_is_starting_to_be_queued_again(tmp_pa
 def test_a_job_does_not_wait_for_ever_for_a_controller(tmp_path: Path):
     script = Script(tmp_path, nodes=["n0", "n1", "n2"])
     (tmp_path / "squeue").write_text("#!/bin/sh\necho x >> tries\nexit 1\n")
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "sleep").chmod(0o755)
     assert script.run("exit 203").returncode == 203
     assert len((tmp_path / "tries").read_text().split()) == 30
 
@@ -166,8 +163,6 @@ def test_a_job_that_is_cancelled_while_it_waits_for_a_controller_is_not_queued_a
     script = Script(tmp_path, nodes=["n0", "n1", "n2"])
     (tmp_path / "scontrol").write_text("#!/bin/sh\n[ $1 != requeue ] || { touch refused; exit 1; }\n")
     (tmp_path / "squeue").write_text("#!/bin/sh\necho x >> tries; if [ -e refused ]; then echo COMPLETING; else echo RUNNING; fi\n")
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "sleep").chmod(0o755)
     assert script.run("exit 203").returncode == 203
     assert len((tmp_path / "tries").read_text().split()) == 2
 

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from in_process_run import InProcessRun, RecordingTrainer, make_config, new_engine, parity
@@ -15,8 +17,10 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.rollout.fleet import fleet
+from moerl.server_trust import ServerTrust
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import EngineError, GuardError, MoerlError, TrainError, WeightError
+from moerl.types.groups import Prompt
 
 
 def stops(run, error, match):
@@ -256,6 +260,16 @@ class SilentInCanaries(FakeEngine):
         if request_id.startswith("canary") and self._version >= 1:
             await asyncio.sleep(3600)
         return await super().generate(prompt_ids, sampling, request_id)
+
+
+@pytest.mark.parametrize(("num_prompt", "asked"), [(4, 8), (29, 3), (31, 1)])
+def test_a_canary_fits_beside_prompts_that_leave_less_room_than_a_run_needs(tmp_path, num_prompt, asked):
+    """Those of an evaluation, whose own answers are shorter."""
+    config = make_config(tmp_path)
+    config = replace(config, model=replace(config.model, max_context=32), rollout=replace(config.rollout, max_response_tokens=8))
+    prompts = [Prompt(index=0, token_ids=(1,) * num_prompt, text="", data_source="", ground_truth="")]
+    parts: dict[str, Any] = {"train": None, "pool": SimpleNamespace(fleet=None), "residency": None}
+    assert ServerTrust(config, **parts, prompts=prompts, vocab_size=8)._sampling()["max_tokens"] == asked
 
 
 def test_a_canary_that_is_not_answered_ends_at_the_deadline_of_a_completion(tmp_path, monkeypatch):
