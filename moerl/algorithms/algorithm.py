@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moerl.algorithms.advantages import Credit, ScoredStep, advantage_estimator, is_rounding, whitened_rewards
-from moerl.algorithms.kl_on_driver import adapted
+from moerl.algorithms.kl_formulas import adapted
 from moerl.algorithms.mini_batch_loss import SUPERVISED, Loss, loss_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.types.errors import DataError

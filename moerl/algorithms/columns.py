@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.kl_formulas import EXPONENT_LIMIT
 from moerl.types.errors import DataError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, Weights
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.kl_formulas import EXPONENT_LIMIT
 from moerl.config.schema.correction_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 
 

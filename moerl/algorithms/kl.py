@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moerl.algorithms.kl_on_driver import plain_estimate
+from moerl.algorithms.kl_formulas import plain_estimate
 from moerl.config.schema.algorithm_config import KLEstimator
 
 

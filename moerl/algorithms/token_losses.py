@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, TokenLoss
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.kl_formulas import EXPONENT_LIMIT
 from moerl.config.schema.loss_config import CISPO, DPPO, GMPO, GSPO, IPO, SAPO, ClipCov, DPPOPrime, PPOClip, Reinforce
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import plain_statements as plain
 
-from moerl.algorithms.kl_on_driver import adapted
+from moerl.algorithms.kl_formulas import adapted
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.loss.algorithm_loss import TokenArrays, algorithm_loss
 

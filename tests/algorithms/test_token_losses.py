@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.algorithms.kl import kl_estimate, kl_k3
-from moerl.algorithms.kl_on_driver import KLEstimator, kl_values
+from moerl.algorithms.kl_formulas import KLEstimator, kl_values
 from moerl.algorithms.token_losses import _LOSSES, clipped_surrogate
 from moerl.algorithms.token_selection import selected_loss
 from moerl.config.schema.custom_part import CustomPart

@@ -8,7 +8,7 @@ import numpy as np
 
 from moerl.algorithms.advantages import ScoredTokens, turns
 from moerl.algorithms.algorithm import Algorithm
-from moerl.algorithms.kl_on_driver import kl_values
+from moerl.algorithms.kl_formulas import kl_values
 from moerl.config.schema.custom_part import CustomPart
 from moerl.types.batch import StoredBatch, TrainBatch
 from moerl.types.completion import VersionSpan

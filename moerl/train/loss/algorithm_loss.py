@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, turns, whitened_rewards
 from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
-from moerl.algorithms.kl_on_driver import kl_values
+from moerl.algorithms.kl_formulas import kl_values
 from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of

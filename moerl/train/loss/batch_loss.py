@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns, loss_by, weights_by
 from moerl.algorithms.kl import kl_estimate
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.kl_formulas import EXPONENT_LIMIT
 from moerl.algorithms.mini_batch_loss import Loss, ValueLossSettings
 from moerl.train.batching.packed_sequences import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums

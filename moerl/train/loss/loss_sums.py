@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_k3
-from moerl.algorithms.kl_on_driver import EXPONENT_LIMIT
+from moerl.algorithms.kl_formulas import EXPONENT_LIMIT
 from moerl.types.stats import MismatchStats, ServerMismatch
 
 SUMMED = (
